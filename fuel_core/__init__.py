@@ -1,0 +1,1 @@
+"""Fuel: a decode engine whose model families are plugins."""

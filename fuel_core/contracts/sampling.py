@@ -1,0 +1,118 @@
+"""How a session chooses its next token, and when it stops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import attrs
+
+from fuel_core.contracts.errors import InvalidRequestError
+
+
+class FinishReason(str, Enum):
+    """Why a session stopped: an EOS or stop string, its length, an error, or its caller."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+
+def _within(low: float, high: float, *, open_low: bool = False) -> Any:
+    """An attrs validator: a finite number of the interval (``open_low``: without its lower end)."""
+
+    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        inside = number and math.isfinite(value) and low <= value <= high and (value > low or not open_low)
+        if not inside:
+            bound = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+            raise InvalidRequestError(
+                f"{attribute.name} = {value!r}",
+                needed=bound,
+                remedy=f"change {attribute.name}",
+                parameter=attribute.name,
+            )
+
+    return check
+
+
+def _integer(low: int, high: int) -> Any:
+    """An attrs validator: an integer in ``[low, high]``."""
+
+    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise InvalidRequestError(
+                f"{attribute.name} = {value!r}",
+                needed=f"an integer in [{low}, {high}]",
+                remedy=f"change {attribute.name}",
+                parameter=attribute.name,
+            )
+
+    return check
+
+
+def _stop_tuple(value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _stop_texts(_: object, __: object, value: tuple[Any, ...]) -> None:
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(
+                f"stop = {value!r}",
+                needed="strings of at least one character",
+                remedy="drop the empty one",
+                parameter="stop",
+            )
+
+
+def _bias(_: object, __: object, value: Mapping[Any, Any]) -> None:
+    for token, bias in value.items():
+        number = isinstance(bias, int | float) and not math.isnan(bias) and bias != math.inf
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0 or not number:
+            raise InvalidRequestError(
+                f"logit_bias entry {token!r}: {bias!r}",
+                needed="a token id and a number (-inf bans the token)",
+                remedy="change logit_bias",
+                parameter="logit_bias",
+            )
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How a session samples. The default is greedy.
+
+    Attributes:
+        temperature: 0 is greedy; logits are divided by it.
+        top_k: keep the k largest logits; 0, or more than the vocabulary, keeps all.
+        top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
+        min_p: drop tokens less probable than min_p times the most probable one.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in
+            prompt or output (CTRL, arXiv:1909.05858).
+        presence_penalty: subtracted once from the logit of every token generated so far.
+        frequency_penalty: subtracted once per occurrence among the generated tokens.
+        logit_bias: token id -> number added to its logit; -inf bans it.
+        seed: of the session's own generator; None draws one from the system.
+        stop: strings that end the text; no part of them is emitted.
+        min_new_tokens: neither EOS nor a stop string ends the session before this many tokens.
+        ignore_eos: generate past EOS.
+
+    Raises:
+        InvalidRequestError: a value outside its range, naming the parameter.
+    """
+
+    temperature: float = attrs.field(default=0.0, validator=_within(0, 1e6))
+    top_k: int = attrs.field(default=0, validator=_integer(0, 2**63 - 1))
+    top_p: float = attrs.field(default=1.0, validator=_within(0, 1, open_low=True))
+    min_p: float = attrs.field(default=0.0, validator=_within(0, 1))
+    repetition_penalty: float = attrs.field(default=1.0, validator=_within(0, 1e6, open_low=True))
+    presence_penalty: float = attrs.field(default=0.0, validator=_within(-1e6, 1e6))
+    frequency_penalty: float = attrs.field(default=0.0, validator=_within(-1e6, 1e6))
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, validator=_bias)
+    seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(_integer(0, 2**64 - 1)))
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_stop_tuple, validator=_stop_texts)
+    min_new_tokens: int = attrs.field(default=0, validator=_integer(0, 2**63 - 1))
+    ignore_eos: bool = False
