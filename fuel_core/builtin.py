@@ -1,0 +1,34 @@
+"""What the core itself brings, by the same hooks as any plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from fuel_core.contracts import KernelBackend, WeightFormat, hookimpl
+from fuel_core.registry import references
+from fuel_core.weights.formats import GGUF, SAFETENSORS
+
+
+@hookimpl
+def fuel_register_weight_formats() -> list[WeightFormat]:
+    """GGUF files and Hugging Face directories."""
+    return [GGUF, SAFETENSORS]
+
+
+def _reference() -> ModuleType:
+    from fuel_core.kernels import reference
+
+    return reference
+
+
+@hookimpl
+def fuel_register_kernels() -> list[KernelBackend]:
+    """Plain PyTorch, on any device."""
+    return [KernelBackend(name="reference", devices=("cpu", "cuda", "mps", "xpu"), load=_reference)]
+
+
+@hookimpl
+def fuel_resolve_model(ref: str) -> Path | None:
+    """Paths, aliases, ``pypi:`` and ``hf:``."""
+    return references.resolve_model(ref)

@@ -1,0 +1,111 @@
+"""``fuel plugins``, ``models`` and ``doctor``: what is installed, and whether it works."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import click
+
+from fuel_core import __version__, registry
+from fuel_core.cli.console import echo_json, echo_table
+from fuel_core.registry import references
+from fuel_core.registry.cache import cache_dir
+
+as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+
+
+@click.command()
+@as_json
+def plugins(as_json: bool) -> None:
+    """List the installed plugins, the broken and the disabled too."""
+    found = [_plugin(info) for info in registry.plugins()]
+    if as_json:
+        echo_json(found)
+        return
+    rows = [
+        [p["name"], f"{p['distribution']} {p['version']}", ", ".join(p["families"]), _state(p)] for p in found
+    ]
+    echo_table(["plugin", "distribution", "families", "state"], rows)
+
+
+def _plugin(info: registry.PluginInfo) -> dict[str, Any]:
+    error = None if info.error is None else " ".join(f"{type(info.error).__name__}: {info.error}".split())
+    return {
+        "name": info.name,
+        "distribution": info.distribution,
+        "version": info.version,
+        "families": list(info.families),
+        "disabled": info.disabled,
+        "error": error,
+    }
+
+
+def _state(plugin: dict[str, Any]) -> str:
+    return "disabled" if plugin["disabled"] else plugin["error"] or "ok"
+
+
+@click.command()
+@as_json
+def models(as_json: bool) -> None:
+    """List the model families, and the aliases of models that can be pulled."""
+    families = [
+        {
+            "name": family.name,
+            "architectures": list(family.architectures),
+            "gguf_architectures": list(family.gguf_architectures),
+            "tiers": list(family.capabilities.tiers),
+            "dtypes": list(family.capabilities.dtypes),
+            "devices": list(family.capabilities.devices),
+        }
+        for family in registry.families().values()
+    ]
+    if as_json:
+        echo_json({"families": families, "aliases": dict(references.ALIASES)})
+        return
+    rows = [
+        [f.name, ", ".join(f.architectures), ", ".join(f.gguf_architectures), ", ".join(f.capabilities.tiers)]
+        for f in registry.families().values()
+    ]
+    echo_table(["family", "Hugging Face architectures", "GGUF architectures", "tiers"], rows)
+    click.echo()
+    echo_table(["alias", "stands for"], [list(pair) for pair in references.ALIASES.items()])
+
+
+@click.command()
+@as_json
+def doctor(as_json: bool) -> None:
+    """Say what Fuel runs on, which kernels it has chosen and why, and what is broken."""
+    report = {**_machine(), "plugins": [_plugin(info) for info in registry.plugins()]}
+    if as_json:
+        echo_json(report)
+        return
+    for key, value in report.items():
+        if key != "plugins":
+            click.echo(f"{key.replace('_', ' '):<14} {value}")
+    for plugin in report["plugins"]:
+        click.echo(f"{'plugin':<14} {plugin['distribution']} {plugin['version']}: {_state(plugin)}")
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    from fuel_core.engine.kernels import choose_kernels
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    kernels = {}
+    for device in ["cpu", *(["cuda"] if gpu else [])]:
+        name, reason = choose_kernels(torch.device(device))
+        kernels[device] = f"{name} ({reason})"
+    return {
+        "fuel": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "kernels": ", ".join(f"{device}: {chosen}" for device, chosen in kernels.items()),
+        "cache": str(cache_dir()),
+    }

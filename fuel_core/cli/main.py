@@ -1,0 +1,58 @@
+"""The command group, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from fuel_core import __version__, registry
+from fuel_core.cli.chat import chat
+from fuel_core.cli.generate import generate
+from fuel_core.cli.inspect import doctor, models, plugins
+from fuel_core.cli.pull import pull
+from fuel_core.contracts.errors import CapacityError, CheckpointError, FuelError, InvalidRequestError
+
+_BAD_INPUT = (InvalidRequestError, CheckpointError, CapacityError)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fuel")
+def cli() -> None:
+    """Run language models whose families are plugins."""
+
+
+for command in (generate, chat, models, plugins, pull, doctor):
+    cli.add_command(command)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 2 wrong usage or bad input, 1 anything else."""
+    sys.exit(_run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    try:
+        registry.add_commands(cli)
+        cli.main(args, prog_name="fuel", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except FuelError as error:
+        return _say(error, 2 if isinstance(error, _BAD_INPUT) else 1)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 1
+    except BrokenPipeError:
+        # The reader went away; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _say(error: FuelError, code: int) -> int:
+    click.echo(f"fuel: {' '.join(str(error).split())}", err=True)
+    return code

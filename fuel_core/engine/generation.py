@@ -1,0 +1,108 @@
+"""Prompts in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from fuel_core.contracts import SamplingParams
+from fuel_core.contracts.errors import FuelError, InvalidRequestError
+from fuel_core.contracts.requests import check_context, check_lengths, check_tokens
+from fuel_core.engine.loading import Loaded, load
+from fuel_core.engine.output import Request, Run
+from fuel_core.engine.results import Completion, Delta
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+def generate(
+    model: Loaded | str | Path,
+    prompts: str | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    max_new_tokens: int = 64,
+    max_batch: int = 16,
+) -> list[Completion]:
+    """Generate for every prompt, side by side.
+
+    Args:
+        model: a loaded model, or a reference to load one by.
+        prompts: texts or lists of token ids; one string is one prompt.
+        params: for all prompts, or one for each; None is greedy.
+        max_new_tokens: the most that a prompt may generate.
+        max_batch: the most prompts that run at a time; the others wait in order.
+
+    Returns:
+        One completion per prompt, in order. One that failed while running has ``finish_reason`` ``error`` and
+        leaves the others as they are.
+
+    Raises:
+        InvalidRequestError: a prompt or parameter that cannot be served, before anything has run.
+    """
+    deltas = stream(model, prompts, params, max_new_tokens=max_new_tokens, max_batch=max_batch)
+    completions = {delta.index: delta.completion for delta in deltas if delta.completion is not None}
+    return [completions[index] for index in sorted(completions)]
+
+
+def stream(
+    model: Loaded | str | Path,
+    prompts: str | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    max_new_tokens: int = 64,
+    max_batch: int = 16,
+) -> Iterator[Delta]:
+    """:func:`generate`, delta by delta as the tokens come; closing the iterator ends all prompts.
+
+    Raises:
+        InvalidRequestError: when called, not when first iterated.
+    """
+    loaded = model if isinstance(model, Loaded) else load(model)
+    return iter(Run(loaded, _requests(loaded, prompts, params, max_new_tokens), max_batch))
+
+
+def _requests(
+    loaded: Loaded,
+    prompts: str | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    max_new_tokens: int,
+) -> list[Request]:
+    """Tokenize and check every prompt before any of them runs."""
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
+    if len(each) != len(texts):
+        raise InvalidRequestError(
+            f"{len(each)} sets of parameters for {len(texts)} prompts", needed="one for all, or one for each"
+        )
+    return [
+        _request(loaded, i, len(texts), *pair, max_new_tokens)
+        for i, pair in enumerate(zip(texts, each, strict=True))
+    ]
+
+
+def _request(
+    loaded: Loaded, index: int, count: int, prompt: Prompt, params: SamplingParams, max_new_tokens: int
+) -> Request:
+    try:
+        tokens = _tokens(loaded, prompt)
+        check_lengths(params, max_new_tokens)
+        check_context(len(tokens) + max_new_tokens, loaded.max_context)
+    except FuelError as error:
+        if count == 1:
+            raise
+        raise InvalidRequestError(
+            f"prompt {index + 1} of {count}: {error.given}",
+            needed=error.needed,
+            remedy=error.remedy,
+            **{**error.figures, "prompt_index": index},
+        ) from error
+    return Request(index, tokens, params, max_new_tokens)
+
+
+def _tokens(loaded: Loaded, prompt: Prompt) -> list[int]:
+    if prompt == "":
+        raise InvalidRequestError("an empty prompt", needed="at least one character", remedy="give a text")
+    tokens = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    check_tokens(tokens, loaded.model.vocab_size())
+    return tokens

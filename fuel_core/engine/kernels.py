@@ -1,0 +1,42 @@
+"""Which kernels serve a device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from fuel_core import registry
+from fuel_core.contracts import KernelBackend
+from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.kernels import ops
+
+
+def choose_kernels(device: torch.device) -> tuple[str, str]:
+    """Install the kernels for a device: those that ``FUEL_KERNELS`` names, else the last that serve it.
+
+    Returns:
+        Their name, and why they were chosen.
+
+    Raises:
+        InvalidRequestError: ``FUEL_KERNELS`` names kernels that are not there, or not for this device.
+    """
+    serving = {name: b for name, b in registry.kernel_backends().items() if device.type in b.devices}
+    wanted = os.environ.get("FUEL_KERNELS")
+    if wanted:
+        backend, reason = _named(wanted, serving, device), "FUEL_KERNELS names them"
+    else:
+        # Core's own come first, so that a plugin's win over them.
+        backend, reason = list(serving.values())[-1], f"the best installed for {device.type}"
+    ops.install(backend, device.type)
+    return backend.name, reason
+
+
+def _named(wanted: str, serving: dict[str, KernelBackend], device: torch.device) -> KernelBackend:
+    if wanted not in serving:
+        raise InvalidRequestError(
+            f"FUEL_KERNELS={wanted}",
+            needed=f"kernels for {device.type}: {', '.join(serving)}",
+            remedy="unset it, or install the plugin that brings them",
+        )
+    return serving[wanted]

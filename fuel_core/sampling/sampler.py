@@ -1,0 +1,151 @@
+"""The next token of every session of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fuel_core.contracts.errors import FuelError, ModelContractError
+from fuel_core.sampling.filters import RowFilters, columns, draw, kept_weights, take_rows
+from fuel_core.sampling.state import SamplerState
+
+Outcome: TypeAlias = int | FuelError
+
+# Marks in place of a token id, so that tokens and faults come to the host in one transfer.
+_NAN, _INFINITE, _NO_MAXIMUM = -1, -2, -3
+_FAULTS = {
+    _NAN: "NaN",
+    _INFINITE: "+inf",
+    _NO_MAXIMUM: "no finite maximum after logit_bias, penalties and min_new_tokens",
+}
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[Outcome]:
+    """Choose and record one token for each session.
+
+    In this order: ``logit_bias`` is added; the repetition penalty (over prompt and output) divides positive
+    and multiplies negative logits; the frequency and presence penalties (over the output) are subtracted; EOS
+    is masked until ``min_new_tokens`` are generated. Temperature 0 takes the largest logit, of a tie the
+    lowest id. Any other divides the logits; top-k, top-p and min-p filter them, ties kept; and one number of
+    the session's stream draws from what is left. A row's outcome is the same, to the bit, in any company.
+
+    Args:
+        logits: float32 ``[B, V]``, any device; not changed. An entry of -inf is a banned token.
+        states: one per row.
+
+    Returns:
+        One outcome per row: the id, recorded in its state; or a ModelContractError, not raised and nothing
+        recorded, for a row that holds NaN or +inf or has nothing finite left.
+
+    Raises:
+        ModelContractError: shape or dtype of ``logits`` do not fit the states. Nothing is recorded.
+    """
+    _check_logits(logits, states)
+    plain = [row for row, state in enumerate(states) if state.greedy and not state.adjusts]
+    other = [row for row, state in enumerate(states) if not state.greedy or state.adjusts]
+    tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)  # [B]
+    if plain:
+        tokens[plain] = take_rows(logits, plain).argmax(-1)
+    if other:
+        own = take_rows(logits, other).double().contiguous()  # [R, V]
+        tokens[other] = _choose(own, [states[row] for row in other])
+    marked = _mark_faults(tokens, logits.amax(-1)).tolist()
+    return [_outcome(row, marked[row], state) for row, state in enumerate(states)]
+
+
+def _choose(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """Ids int64 ``[R]`` for float64 logits ``[R, V]``, which are overwritten."""
+    _add_offsets(logits, states)
+    _penalise(logits, states)
+    peak = logits.amax(-1)  # [R]
+    tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)  # [R]
+    greedy = [row for row, state in enumerate(states) if state.greedy]
+    drawn = [row for row, state in enumerate(states) if not state.greedy]
+    if greedy:
+        tokens[greedy] = take_rows(logits, greedy).argmax(-1)
+    if drawn:
+        tokens[drawn] = _draw(take_rows(logits, drawn), [states[row] for row in drawn])
+    return tokens.masked_fill_(~peak.isfinite(), _NO_MAXIMUM)
+
+
+def _draw(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    filters = RowFilters.of([state.params for state in states], logits.shape[1], logits.device)
+    uniforms = torch.tensor([[state.uniform()] for state in states], dtype=torch.float64)  # [R, 1]
+    return draw(kept_weights(logits, filters), uniforms.to(logits.device))
+
+
+def _add_offsets(logits: Tensor, states: Sequence[SamplerState]) -> None:
+    offsets = {row: state.offsets for row, state in enumerate(states) if state.offsets is not None}
+    if offsets:
+        where, values, _ = _entries(offsets, logits.device)
+        logits[where] += values
+
+
+def _penalise(logits: Tensor, states: Sequence[SamplerState]) -> None:
+    """The penalties of CTRL (arXiv:1909.05858) and of OpenAI's API, in float64 as the logits are."""
+    seen = {row: state.history.entries() for row, state in enumerate(states) if state.history is not None}
+    if not seen:
+        return
+    where, counts, entry = _entries(seen, logits.device)
+    repetition, presence, frequency = _penalties([states[row] for row in seen], entry)  # [N] each
+    part = logits[where]  # [N]
+    repeated = torch.where(part < 0, part * repetition, part / repetition)
+    logits[where] = repeated - frequency * counts - presence * (counts > 0)
+
+
+def _entries(
+    sparse: Mapping[int, tuple[Tensor, Tensor]], device: torch.device
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """All of ``row -> (ids [n], values [n])`` end to end, ``[N]``: (rows, ids), values, the row's place."""
+    ids, values = (torch.cat(parts).to(device) for parts in zip(*sparse.values(), strict=True))
+    sizes = torch.tensor([part.numel() for part, _ in sparse.values()])
+    entry = torch.repeat_interleave(sizes).to(device)
+    rows = torch.tensor(list(sparse), device=device)[entry]
+    return (rows, ids), values, entry
+
+
+def _penalties(states: Sequence[SamplerState], entry: Tensor) -> list[Tensor]:
+    params = [state.params for state in states]
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    table = columns([[getattr(p, name) for p in params] for name in names], entry.device)
+    return [column[entry, 0] for column in table]
+
+
+def _mark_faults(tokens: Tensor, peak: Tensor) -> Tensor:
+    """``tokens`` with the marks of rows whose largest raw logit, ``peak``, is not finite."""
+    tokens.masked_fill_(peak == -torch.inf, _NO_MAXIMUM)
+    tokens.masked_fill_(peak == torch.inf, _INFINITE)
+    return tokens.masked_fill_(peak.isnan(), _NAN)
+
+
+def _outcome(row: int, token: int, state: SamplerState) -> Outcome:
+    if token >= 0:
+        state.record(token)
+        return token
+    return ModelContractError(
+        f"logits of row {row} hold {_FAULTS[token]}",
+        needed="a largest logit that is finite, -inf only for banned tokens",
+        remedy="lift a ban, or check the model's weights and dtype",
+        row=row,
+        generated=state.generated,
+        vocab_size=state.vocab_size,
+    )
+
+
+def _check_logits(logits: Tensor, states: Sequence[SamplerState]) -> None:
+    sizes = {state.vocab_size for state in states}
+    shape = tuple(logits.shape)
+    fits = logits.dim() == 2 and shape[0] == len(states) and sizes <= {shape[1]}
+    if fits and logits.dtype == torch.float32:
+        return
+    raise ModelContractError(
+        f"logits {shape} of {logits.dtype} for {len(states)} sessions of vocabulary {sorted(sizes)}",
+        needed="float32 [sessions, vocabulary]",
+        remedy="give sample() one row per session, of one model",
+        shape=shape,
+        sessions=len(states),
+    )

@@ -1,0 +1,60 @@
+"""How a scheduler advances its decode-ready sessions, and what a step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+
+from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.schedule.session import SessionId, SessionState
+
+
+@attrs.frozen
+class RoundRobin:
+    """One session after the other: the oracle that the batched arm is compared with."""
+
+
+@attrs.frozen
+class Batched:
+    """Sessions of equal length together, up to ``max_batch`` in a pass, the rest one after the other."""
+
+    max_batch: int = attrs.field()
+
+    @max_batch.validator
+    def _check(self, _: object, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidRequestError(
+                f"max_batch = {value!r}", needed="an integer of at least 1", remedy="change it"
+            )
+
+
+@attrs.define
+class StepReport:
+    """What one step did.
+
+    Attributes:
+        advanced: the session of each sampled token; a session that ran its prompt and decoded stands twice.
+        finished: sessions that ended in this step, for whatever reason.
+        errored: those of them that failed, with their errors.
+        used_batched_arm: whether any sessions advanced in one pass.
+    """
+
+    advanced: list[SessionId] = attrs.field(factory=list)
+    finished: list[SessionId] = attrs.field(factory=list)
+    errored: list[tuple[SessionId, Exception]] = attrs.field(factory=list)
+    used_batched_arm: bool = False
+
+
+def batches(sessions: Iterable[SessionState], max_batch: int) -> Iterator[list[SessionState]]:
+    """Cut sessions into passes: those of one length, capacity and dtype together, ``max_batch`` at most.
+
+    A pass of one is to be run serially.
+    """
+    groups: dict[object, list[SessionState]] = {}
+    for session in sessions:
+        cache = session.cache
+        groups.setdefault((cache.cached_len, cache.max_seq_len, cache.dtype), []).append(session)
+    for group in groups.values():
+        for start in range(0, len(group), max_batch):
+            yield group[start : start + max_batch]
