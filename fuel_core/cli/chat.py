@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fuel_core.cli.console import load_model
+from fuel_core.cli.console import load_model, one_line
 from fuel_core.cli.options import runtime_options, sampling_options, sampling_params
 from fuel_core.contracts.errors import FuelError
 
@@ -42,7 +43,7 @@ def chat(model: str, system: str | None, max_new_tokens: int, **options: Any) ->
 def _ask() -> str | None:
     """What the user says; None at the end of the conversation."""
     try:
-        said = input("> ").strip()
+        said = input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         click.echo()
         return None
@@ -64,7 +65,7 @@ def _reply(loaded: Loaded, messages: Messages, said: str, params: SamplingParams
     except KeyboardInterrupt:
         click.echo(" (stopped)", nl=False)
     except FuelError as error:
-        click.echo(f"fuel: {' '.join(str(error).split())}", err=True)
+        click.echo(f"fuel: {one_line(error)}", err=True)
         return messages
     click.echo()
     return [*asked, {"role": "assistant", "content": text}]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from fuel_core.cli.console import echo_json, load_model, peak_memory_mb
+from fuel_core.cli.console import echo_json, load_model, one_line, peak_memory_mb
 from fuel_core.cli.options import runtime_options, sampling_options, sampling_params
 from fuel_core.contracts import SamplingParams
 from fuel_core.contracts.errors import InvalidRequestError
@@ -152,6 +152,6 @@ def _raise_failures(completions: list[Completion]) -> None:
     """Say which prompts failed, once the others are shown."""
     failed = [(i, c.error) for i, c in enumerate(completions) if c.error is not None]
     for index, error in failed:
-        click.echo(f"fuel: prompt {index + 1} failed: {' '.join(str(error).split())}", err=True)
+        click.echo(f"fuel: prompt {index + 1} failed: {one_line(error)}", err=True)
     if failed:
         raise SystemExit(1)

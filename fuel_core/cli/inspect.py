@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fuel_core import __version__, registry
-from fuel_core.cli.console import echo_json, echo_table
+from fuel_core.cli.console import echo_json, echo_table, one_line
 from fuel_core.registry import references
 from fuel_core.registry.cache import cache_dir
 
@@ -31,7 +31,7 @@ def plugins(as_json: bool) -> None:
 
 
 def _plugin(info: registry.PluginInfo) -> dict[str, Any]:
-    error = None if info.error is None else " ".join(f"{type(info.error).__name__}: {info.error}".split())
+    error = None if info.error is None else one_line(f"{type(info.error).__name__}: {info.error}")
     return {
         "name": info.name,
         "distribution": info.distribution,

@@ -10,6 +10,7 @@ import click
 
 from fuel_core import __version__, registry
 from fuel_core.cli.chat import chat
+from fuel_core.cli.console import one_line
 from fuel_core.cli.generate import generate
 from fuel_core.cli.inspect import doctor, models, plugins
 from fuel_core.cli.pull import pull
@@ -38,11 +39,13 @@ def _run(args: Sequence[str] | None) -> int:
         registry.add_commands(cli)
         cli.main(args, prog_name="fuel", standalone_mode=False)
         sys.stdout.flush()
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "fuel"
+        return _say(f"{error.format_message().rstrip('.')}; see {command} --help", 2)
     except click.ClickException as error:
-        error.show()
-        return 2
+        return _say(error.format_message(), 2)
     except FuelError as error:
-        return _say(error, 2 if isinstance(error, _BAD_INPUT) else 1)
+        return _say(str(error), 2 if isinstance(error, _BAD_INPUT) else 1)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 1
@@ -53,6 +56,6 @@ def _run(args: Sequence[str] | None) -> int:
     return 0
 
 
-def _say(error: FuelError, code: int) -> int:
-    click.echo(f"fuel: {' '.join(str(error).split())}", err=True)
+def _say(text: str, code: int) -> int:
+    click.echo(f"fuel: {one_line(text)}", err=True)
     return code

@@ -148,7 +148,7 @@ class Checkpoint(Protocol):
         ...
 
     def tensor(self, name: str) -> torch.Tensor | QuantizedTensor:
-        """The tensor of this name: float32, float16 or bfloat16 as stored, else its blocks.
+        """The tensor of this name in the element type that is stored, or its blocks where it is quantized.
 
         Raises:
             CheckpointError: no such tensor, or its bytes cannot be read.

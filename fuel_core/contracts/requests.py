@@ -64,3 +64,38 @@ def check_lengths(sampling: SamplingParams, max_new_tokens: int) -> None:
             needed=f"at most max_new_tokens = {max_new_tokens}",
             remedy="lower the one or raise the other",
         )
+
+
+def check_bias(sampling: SamplingParams, vocab_size: int) -> None:
+    """A logit bias for tokens that exist.
+
+    Raises:
+        InvalidRequestError: names the first that does not.
+    """
+    for token in sampling.logit_bias:
+        if token >= vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias for token {token}",
+                needed=f"ids in [0, {vocab_size})",
+                remedy="use the tokenizer that belongs to this model",
+                token=token,
+            )
+
+
+def check_request(
+    prompt: Sequence[object],
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    *,
+    vocab_size: int,
+    max_context: int | None,
+) -> None:
+    """All of the above: what every scheduler asks of a request before it takes it.
+
+    Raises:
+        InvalidRequestError: says what is wrong.
+    """
+    check_tokens(prompt, vocab_size)
+    check_lengths(sampling, max_new_tokens)
+    check_bias(sampling, vocab_size)
+    check_context(len(prompt) + max_new_tokens, max_context)

@@ -20,6 +20,9 @@ class FinishReason(str, Enum):
     ERROR = "error"
     CANCELLED = "cancelled"
 
+    def __str__(self) -> str:
+        return self.value
+
 
 def _within(low: float, high: float, *, open_low: bool = False) -> Any:
     """An attrs validator: a finite number of the interval (``open_low``: without its lower end)."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from fuel_core.contracts import SamplingParams
 from fuel_core.contracts.errors import FuelError, InvalidRequestError
-from fuel_core.contracts.requests import check_context, check_lengths, check_tokens
+from fuel_core.contracts.requests import check_request
 from fuel_core.engine.loading import Loaded, load
 from fuel_core.engine.output import Request, Run
 from fuel_core.engine.results import Completion, Delta
@@ -86,8 +86,13 @@ def _request(
 ) -> Request:
     try:
         tokens = _tokens(loaded, prompt)
-        check_lengths(params, max_new_tokens)
-        check_context(len(tokens) + max_new_tokens, loaded.max_context)
+        check_request(
+            tokens,
+            params,
+            max_new_tokens,
+            vocab_size=loaded.model.vocab_size(),
+            max_context=loaded.max_context,
+        )
     except FuelError as error:
         if count == 1:
             raise
@@ -103,6 +108,4 @@ def _request(
 def _tokens(loaded: Loaded, prompt: Prompt) -> list[int]:
     if prompt == "":
         raise InvalidRequestError("an empty prompt", needed="at least one character", remedy="give a text")
-    tokens = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    check_tokens(tokens, loaded.model.vocab_size())
-    return tokens
+    return loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

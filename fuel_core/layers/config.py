@@ -12,6 +12,9 @@ from fuel_core.contracts.errors import CheckpointError
 
 _T = TypeVar("_T", int, float, bool, str)
 
+# Larger than any model's, and small enough that no arithmetic on them fails or fills the memory.
+_MAX_SIZE, _MAX_HEAD_DIM = 2**31 - 1, 2**16
+
 
 class ConfigReader:
     """Typed reads of a config mapping; ``source`` stands in every message."""
@@ -44,14 +47,14 @@ class ConfigReader:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A dimension: an integer of at least 1.
+        """A dimension: an integer from 1 to 2,147,483,647.
 
         Raises:
             CheckpointError: absent, or not such an integer.
         """
         value = self.get(key, int, default)
-        if value < 1:
-            raise self.unsupported(key, value, "an integer of at least 1")
+        if not 1 <= value <= _MAX_SIZE:
+            raise self.unsupported(key, value, f"an integer in [1, {_MAX_SIZE}]")
         return value
 
     def require(self, key: str, supported: Any, default: Any) -> None:
@@ -104,8 +107,9 @@ class DecoderSizes:
                 "num_key_value_heads", kv_heads, f"a divisor of the {heads} attention heads"
             )
         dim = config.size("head_dim", head_dim or max(1, hidden // heads))
-        if dim % 2:
-            raise config.unsupported("head_dim", dim, "an even number, since RoPE turns pairs")
+        if dim % 2 or dim > _MAX_HEAD_DIM:
+            needed = f"an even number up to {_MAX_HEAD_DIM}, since RoPE turns pairs"
+            raise config.unsupported("head_dim", dim, needed)
         return cls(
             vocab_size=config.size("vocab_size"),
             hidden_size=hidden,

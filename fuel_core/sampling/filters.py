@@ -69,8 +69,9 @@ def kept_weights(logits: Tensor, filters: RowFilters, selection: int = TOP_P_SEL
     floor = filters.min_p * scale(weights.shape[1])  # [R, 1]
     if filters.nucleus:
         rows = list(filters.nucleus)
-        top_p = _top_p_floor(take_rows(weights, rows), take_rows(filters.top_p, rows), selection)
-        floor[rows] = torch.maximum(floor[rows], top_p)
+        nucleus = take_rows(weights, rows)
+        mass = nucleus.sum(-1, keepdim=True) * take_rows(filters.top_p, rows)  # [rows, 1]
+        floor[rows] = torch.maximum(floor[rows], _mass_floor(nucleus, mass, selection))
     return weights.masked_fill_(weights < floor, 0)
 
 
@@ -122,20 +123,14 @@ def _apply_top_k(logits: Tensor, top_k: Sequence[int | None]) -> None:
     logits.masked_fill_(logits < floor, -torch.inf)
 
 
-def _top_p_floor(weights: Tensor, top_p: Tensor, selection: int) -> Tensor:
-    """The smallest weight that top-p keeps, ``[R, 1]``: all that are larger sum to less than top_p."""
-    target = (weights.sum(-1, keepdim=True) * top_p).ceil_().clamp_(min=1)
-    return _mass_floor(weights, target, selection)
-
-
-def _mass_floor(weights: Tensor, target: Tensor, width: int) -> Tensor:
-    """The weight ``[R, 1]`` at which the sum of the largest of ``[R, V]`` reaches ``target``, ``[R, 1]``."""
+def _mass_floor(weights: Tensor, mass: Tensor, width: int) -> Tensor:
+    """The weight ``[R, 1]`` at which the sum of the largest of ``[R, V]`` reaches ``mass``, ``[R, 1]``."""
     width = min(width, weights.shape[1])
     largest = torch.topk(weights, width).values  # [R, width]
-    position = torch.searchsorted(largest.cumsum(-1), target)  # [R, 1]
+    position = torch.searchsorted(largest.cumsum(-1), mass)  # [R, 1]
     floor = largest.gather(1, position.clamp(max=width - 1))
     # One bit per row to the host, the price of not sorting every row.
     missing = (position[:, 0] == width).nonzero()[:, 0].tolist() if width < weights.shape[1] else []
     if missing:
-        floor[missing] = _mass_floor(take_rows(weights, missing), take_rows(target, missing), 16 * width)
+        floor[missing] = _mass_floor(take_rows(weights, missing), take_rows(mass, missing), 16 * width)
     return floor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fuel_core.contracts.errors import ModelContractError, OutOfBlocksError, UnknownSessionError
-from fuel_core.contracts.requests import check_context, check_lengths, check_tokens
+from fuel_core.contracts.requests import check_request
 from fuel_core.contracts.sampling import FinishReason, SamplingParams
 from fuel_core.contracts.state import ModelDims
 from fuel_core.contracts.tiers import DecodeModel
@@ -100,16 +100,17 @@ class SessionScheduler:
             OutOfBlocksError: it does not fit beside the sessions that are there.
             CapacityError: it fits the budget, and the machine has no memory for its cache.
         """
-        check_tokens(prompt, self._model.vocab_size())
-        check_lengths(sampling, max_new_tokens)
-        check_context(len(prompt) + max_new_tokens, self._model.max_context())
+        vocab_size = self._model.vocab_size()
+        check_request(
+            prompt, sampling, max_new_tokens, vocab_size=vocab_size, max_context=self._model.max_context()
+        )
         need = self.kv_blocks_required(len(prompt), max_new_tokens)
         if need > self.kv_free_blocks:
             raise OutOfBlocksError(need, self.kv_free_blocks)
         session = SessionState(
             SessionId(self._next_id),
             self._dims,
-            self._model.vocab_size(),
+            vocab_size,
             prompt,
             sampling,
             eos_ids=eos_ids,

@@ -142,10 +142,10 @@ def _byte_level_bpe(keys: _Keys, tokens: _Tokens) -> tuple[Tokenizer, bool]:
 
 
 def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way to join two pieces to a third, the best third first.
+    """Every way to join two pieces to a third, the best third first (source: SentencePiece's bpe_model.cc).
 
-    SentencePiece joins the leftmost of equally good pairs. Ranks cannot say that; the longer left part
-    first comes to the same, since joining leftmost first leaves the longer pieces on the left.
+    The order among the cuts of one piece is left open: joining the leftmost of equals first, as both
+    libraries do, never leaves two of them to choose from.
     """
     cuts = (
         (piece[:at], piece[at:])
@@ -153,7 +153,7 @@ def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
         for at in range(1, len(piece))
         if piece[:at] in scores and piece[at:] in scores
     )
-    return sorted(cuts, key=lambda cut: (-scores[cut[0] + cut[1]], -len(cut[0])))
+    return sorted(cuts, key=lambda cut: -scores[cut[0] + cut[1]])
 
 
 def _sentencepiece_bpe(keys: _Keys, tokens: _Tokens) -> tuple[Tokenizer, bool]:

@@ -16,7 +16,7 @@ _NAMED = 5
 
 
 class WeightLoader:
-    """Hands out the tensors of a checkpoint on one device and, unless quantized, in one dtype.
+    """Hands out the tensors of a checkpoint on one device, in one dtype or, for matrices, a narrower stored one.
 
     ``ignore`` are regular expressions; a tensor whose whole name matches one need not be taken.
     """
@@ -48,10 +48,6 @@ class WeightLoader:
         self._taken.add(name)
         return placed
 
-    def take_optional(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedTensor | None:
-        """:meth:`take`, or None where there is no tensor of this name."""
-        return self.take(name, shape) if name in self._checkpoint else None
-
     def finish(self) -> None:
         """See that every tensor was taken or is ignored.
 
@@ -76,7 +72,9 @@ class WeightLoader:
             return tensor.to(self._device)
         if not tensor.is_floating_point():
             raise self._unfit(name, f"the type {tensor.dtype}", "floating-point values or quantized blocks")
-        return tensor.to(self._device, self._dtype)
+        # A matrix is never widened, so that a model takes no more memory than its checkpoint.
+        stays = tensor.ndim > 1 and tensor.element_size() < self._dtype.itemsize
+        return tensor.to(self._device, tensor.dtype if stays else self._dtype)
 
     def _unfit(self, name: str, given: str, needed: str) -> CheckpointError:
         return CheckpointError(

@@ -16,7 +16,9 @@ class Weights(Protocol):
     """Named tensors, taken one by one."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedTensor:
-        """The tensor of this name and shape, on the model's device and, unless quantized, in its dtype.
+        """The tensor of this name and shape, on the model's device.
+
+        It is in the model's dtype, or, for a matrix, in the narrower one or the blocks that are stored.
 
         Raises:
             CheckpointError: there is none, or it has another shape.

@@ -15,7 +15,7 @@ _TILE_VALUES = 1 << 22
 
 
 def linear(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """``x [T, in] @ weight [out, in]ᵀ + bias [out]`` → ``[T, out]``, a stored matrix expanded tile by tile."""
+    """``x [T, in] @ weight [out, in]ᵀ + bias [out]`` → ``[T, out]``, other types expanded tile by tile."""
     if isinstance(weight, Tensor) and weight.dtype == x.dtype:
         return product(x, weight, bias)
     rows, columns = weight.shape

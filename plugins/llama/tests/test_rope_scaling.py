@@ -11,9 +11,7 @@ from support_parity import (
     DROPPED,
     LONG,
     SCALINGS,
-    SMALL,
     TOLERANCE,
-    Oracle,
     altered,
     ask_transformers,
     assert_parity,
@@ -62,9 +60,9 @@ def test_a_scaled_llama_gives_the_logits_of_transformers_at_any_position(
 def test_angles_without_the_scaling_are_seen(name: str, plain: Path, tmp_path: Path) -> None:
     oracle = ask_transformers(scaled(plain, tmp_path / "scaled", **SCALINGS[name]), random_ids(LONG))
     unscaled = load(plain)
-    # A scaling of the angles alone says nothing at position 0; YaRN's factor speaks even there.
+    # A token alone attends to itself, whatever its angle.
     first, early, late = (oracle.distance(run(unscaled, oracle.ids, [n]), [n]) for n in (1, 41, LONG))
-    assert first < TOLERANCE or "yarn" in name
+    assert first < TOLERANCE
     assert early > 10 * TOLERANCE
     assert late > 100 * TOLERANCE
 
@@ -145,7 +143,7 @@ def test_the_base_of_a_config_that_names_none_is_ten_thousand(plain: Path, tmp_p
     assert_parity(load(path), ask_transformers(path, random_ids(LONG)))
 
 
-# Dynamic NTK: beyond the original length its angles depend on how a prompt is cut, so it is served up to there.
+# Dynamic NTK: beyond the original length its angles depend on how a prompt is cut, so it stops there.
 
 
 def dynamic(plain: Path, tmp_path: Path, **changes: Any) -> Path:
@@ -224,9 +222,7 @@ def test_no_scaling_passes_for_another(plain: Path, tmp_path: Path) -> None:
     assert apart.min() > 30 * TOLERANCE * rows.abs().max()
 
 
-def test_the_oracle_is_at_odds_with_an_angle_off_by_a_ten_thousandth(plain: Path) -> None:
-    """How fine these tests see: a base that is wrong by a thousandth moves the logits past the tolerance."""
-    oracle: Oracle = ask_transformers(plain, random_ids(LONG))
+def test_a_base_that_is_off_by_a_thousandth_is_seen(plain: Path) -> None:
+    oracle = ask_transformers(plain, random_ids(LONG))
     off = load(altered(plain, rope_parameters={**UNSCALED, "rope_theta": 10010.0}))
     assert oracle.distance(run(off, oracle.ids, [LONG]), [LONG]) > TOLERANCE
-    assert SMALL["max_position_embeddings"] >= LONG

