@@ -71,7 +71,7 @@ def _numbers(text: str) -> list[int]:
 
 def _fetch(distribution: str, version: str | None, shelf: Path) -> Path:
     with _shown() as report:
-        waiting = functools.partial(report, f"another process fetches {distribution}", 0, None)
+        waiting = functools.partial(report, f"waiting for another process to fetch {distribution}", 0, None)
         with staging(f"pypi-{shelf.name}", waiting) as place:
             return _cached(shelf, version) or _fetch_into(shelf, distribution, version, place, report)
 
@@ -181,8 +181,10 @@ def _explained(requirement: str, said: str, total: int | None) -> DownloadError:
     if silent := next(filter(None, (re.search(pattern, said) for pattern in _NO_INDEX)), None):
         given = f"cannot ask {silent[1]} about {requirement}: {_cause(silent[2])}"
         return DownloadError(given, needed="a package index", remedy=f"check the connection, {_BY_HAND}")
-    if versions:
-        return _unknown(requirement, said)
+    return _unknown(requirement, said) if versions else _failed(requirement, said)
+
+
+def _failed(requirement: str, said: str) -> DownloadError:
     if re.search(_CUT_OFF, said):
         given = f"the wheel of {requirement} arrived damaged or cut off"
         return DownloadError(given, needed="an intact wheel", remedy=f"try again, {_BY_HAND}")

@@ -16,7 +16,7 @@ _NAMED = 5
 
 
 class WeightLoader:
-    """Hands out the tensors of a checkpoint on one device, in one dtype or, for matrices, a narrower stored one.
+    """Hands out the tensors of a checkpoint on one device, in one dtype (a matrix: at most that wide).
 
     ``ignore`` are regular expressions; a tensor whose whole name matches one need not be taken.
     """

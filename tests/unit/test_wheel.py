@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import stat
 import zipfile
 from collections.abc import Callable
@@ -90,7 +92,8 @@ def unlisted(wheel: Path) -> None:
 
 
 def weakly_hashed(wheel: Path) -> None:
-    build_wheel(wheel.parent, {"tiny_model/tiny.gguf": GGUF}, record="tiny_model/tiny.gguf,md5=abc,\n")
+    digest = base64.urlsafe_b64encode(hashlib.md5(GGUF).digest()).rstrip(b"=").decode()
+    build_wheel(wheel.parent, {"tiny_model/tiny.gguf": GGUF}, record=f"tiny_model/tiny.gguf,md5={digest},\n")
 
 
 def unreadable_record(wheel: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fuel_core.contracts import Checkpoint, QuantizedTensor
 from fuel_core.contracts.errors import CheckpointError
+from fuel_core.layers import ConfigReader
 
 Matrix = Tensor | QuantizedTensor
 
@@ -51,28 +52,26 @@ def map_config(checkpoint: Checkpoint) -> dict[str, Any]:
         CheckpointError: a needed key is absent, or the model is of a kind that no base family describes.
     """
     keys = _Keys(checkpoint)
-    heads = keys.required("attention.head_count")
-    hidden = keys.required("embedding_length")
-    head_dim = keys.optional(
-        "attention.key_length", keys.optional("rope.dimension_count", hidden // max(heads, 1))
-    )
+    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    rotated = keys.size("rope.dimension_count", max(1, hidden // heads))
+    head_dim = keys.size("attention.key_length", rotated)
     keys.equal("attention.value_length", head_dim)
     keys.equal("rope.dimension_count", head_dim)
     keys.equal("expert_count", 0)
     return {
         "vocab_size": int(checkpoint.tensor("token_embd.weight").shape[0]),
         "hidden_size": hidden,
-        "intermediate_size": keys.required("feed_forward_length"),
-        "num_hidden_layers": keys.required("block_count"),
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": keys.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.optional("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.required("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": keys.required("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.size("context_length"),
         "attention_bias": "blk.0.attn_q.bias" in checkpoint,
         "mlp_bias": "blk.0.ffn_up.bias" in checkpoint,
         "tie_word_embeddings": "output.weight" not in checkpoint,
-        "sliding_window": keys.optional("attention.sliding_window", None),
+        "sliding_window": keys.optional("attention.sliding_window") or None,
         "rope_parameters": _rope(checkpoint, keys),
     }
 
@@ -81,51 +80,70 @@ class _Keys:
     """The keys of a header under its architecture's prefix."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self._prefix = checkpoint.architecture
+        self._reader = ConfigReader(checkpoint.config, checkpoint.source)
 
-    def optional(self, key: str, default: Any) -> Any:
-        return self._checkpoint.config.get(f"{self._checkpoint.architecture}.{key}", default)
+    def optional(self, key: str) -> Any:
+        return self._reader.config.get(f"{self._prefix}.{key}")
 
-    def required(self, key: str) -> Any:
-        value = self.optional(key, None)
-        if value is None:
-            raise self._error(key, "is absent", "a value")
-        return value
+    def size(self, key: str, default: int | None = None) -> int:
+        return self._reader.size(f"{self._prefix}.{key}", default)
 
-    def equal(self, key: str, supported: Any) -> None:
-        value = self.optional(key, supported)
-        if value != supported:
-            raise self._error(key, f"= {value}", f"{supported}")
+    def number(self, key: str, default: float | None = None) -> float:
+        return self._reader.get(f"{self._prefix}.{key}", float, default)
 
-    def _error(self, key: str, given: str, needed: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._checkpoint.source}: {self._checkpoint.architecture}.{key} {given}",
-            needed=needed,
-            remedy="this model needs another family plugin, or its file is damaged",
-            key=key,
-        )
+    def text(self, key: str, default: str) -> str:
+        return self._reader.get(f"{self._prefix}.{key}", str, default)
+
+    def equal(self, key: str, supported: float) -> None:
+        value = self.optional(key)
+        # An array has no one truth.
+        if value is not None and not (isinstance(value, int | float) and value == supported):
+            raise self.unsupported(key, value, f"{supported}")
+
+    def unsupported(self, key: str, value: Any, needed: str) -> CheckpointError:
+        return self._reader.unsupported(f"{self._prefix}.{key}", value, needed)
 
 
 def _rope(checkpoint: Checkpoint, keys: _Keys) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_theta": keys.optional("rope.freq_base", 10000.0), "rope_type": "default"}
-    kind = keys.optional("rope.scaling.type", "none")
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        keys.equal(f"rope.scaling.{key}", 1.0)
+    keys.equal("rope.scale_linear", 1.0)
+    rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_type": "default"}
+    # llama.cpp takes a factor without a type for linear scaling.
+    untyped = "none" if keys.optional("rope.scaling.factor") is None else "linear"
+    kind = keys.text("rope.scaling.type", untyped)
     if "rope_freqs.weight" in checkpoint:
-        divisors = checkpoint.tensor("rope_freqs.weight")
-        return rope | {"rope_type": "divisors", "divisors": divisors}
+        if kind != "none":
+            raise keys.unsupported("rope.scaling.type", kind, "none beside rope_freqs.weight")
+        return rope | {"rope_type": "divisors", "divisors": _divisors(checkpoint)}
     if kind == "none":
         return rope
     return rope | {
         "rope_type": kind,
-        "factor": keys.required("rope.scaling.factor"),
-        "original_max_position_embeddings": keys.optional("rope.scaling.original_context_length", None),
-        "beta_fast": keys.optional("rope.scaling.yarn_beta_fast", None),
-        "beta_slow": keys.optional("rope.scaling.yarn_beta_slow", None),
+        "factor": keys.number("rope.scaling.factor"),
+        "original_max_position_embeddings": keys.optional("rope.scaling.original_context_length"),
+        "beta_fast": keys.optional("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.optional("rope.scaling.yarn_beta_slow"),
     }
+
+
+def _divisors(checkpoint: Checkpoint) -> Tensor:
+    divisors = checkpoint.tensor("rope_freqs.weight")
+    if isinstance(divisors, QuantizedTensor):
+        raise CheckpointError(
+            f"{checkpoint.source}: rope_freqs.weight in {divisors.block_type.name}",
+            needed="float32, float16 or bfloat16",
+            remedy="the file is damaged, or was written by a faulty converter: fetch it again",
+        )
+    return divisors
 
 
 def neighbours_to_halves(matrix: Matrix, head_dim: int) -> Matrix:
     """Reorder the rows of Q or K from interleaved to half-split RoPE pairs: ``2 j + p`` → ``p D/2 + j``."""
     rows = matrix.shape[0]
+    if rows % head_dim:
+        return matrix  # of a shape that no model takes; who asks for it will say so by its name
     index = torch.arange(rows).view(-1, head_dim // 2, 2).transpose(1, 2).reshape(-1)  # [rows]
     return matrix.select_rows(index) if isinstance(matrix, QuantizedTensor) else matrix[index]
 
@@ -133,7 +151,7 @@ def neighbours_to_halves(matrix: Matrix, head_dim: int) -> Matrix:
 def map_tensors(
     checkpoint: Checkpoint, reorder: Mapping[str, Callable[[Matrix], Matrix]]
 ) -> dict[str, Callable[[], Matrix]]:
-    """Every tensor under its Hugging Face name; ``reorder`` has how the rows of a part (``attn_q``) change."""
+    """Every tensor under its Hugging Face name; ``reorder`` says how a part's (``attn_q``'s) rows change."""
 
     def make(name: str) -> Matrix:
         tensor = checkpoint.tensor(name)

@@ -305,7 +305,7 @@ def test_a_qwen3_that_names_no_head_dim_has_heads_of_128(tmp_path: Path) -> None
     path = respell(write_model(tmp_path / "a", QWEN3, head_dim=128), tmp_path / "b", drop=["head_dim"])
     assert_parity(load(path), ask_transformers(path, random_ids(20)))
     narrow = respell(write_model(tmp_path / "c", QWEN3, head_dim=16), tmp_path / "d", drop=["head_dim"])
-    with pytest.raises(CheckpointError, match=r"\(384, 51\)"):
+    with pytest.raises(CheckpointError, match=r"needed: the shape \(128,\)"):
         load(narrow)
 
 
