@@ -307,20 +307,36 @@ class StuckCache(RecordingModel):
         return row
 
 
+class _NarrowStep:
+    """A step that is handed a column too few, so that it raises with views of the caches in its hands."""
+
+    def __init__(self, inner: Step) -> None:
+        self._inner = inner
+
+    def attention(
+        self, layer: int, qkv: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None = None
+    ) -> Tensor:
+        return self._inner.attention(layer, qkv[:, :-1], qk_norm)
+
+
 class BreakableDecoder(Decoder):
-    """The layers of a real decoder, with a fault in one: it raises before or after layer ``at`` has run."""
+    """The layers of a real decoder, one of which raises.
+
+    ``before``, ``inside`` and ``after`` are the layer that raises at that place; None for none.
+    """
 
     def __init__(self, inner: Decoder) -> None:
         super().__init__(inner.parts)
         self.inner = inner
         self.before: int | None = None
+        self.inside: int | None = None
         self.after: int | None = None
 
     def layer(self, i: int, x: Tensor, step: Step) -> Tensor:
         """The inner model's layer, or a RuntimeError."""
         if i == self.before:
             raise RuntimeError(f"before layer {i}")
-        x = self.inner.layer(i, x, step)
+        x = self.inner.layer(i, x, _NarrowStep(step) if i == self.inside else step)
         if i == self.after:
             raise RuntimeError(f"after layer {i}")
         return x

@@ -15,7 +15,7 @@ from fuel_core.engine.results import Completion, Delta, Timing
 from fuel_core.kv import KvBudget
 from fuel_core.sampling import StopStrings
 from fuel_core.schedule import Batched, SessionId, SessionScheduler, SessionState
-from fuel_core.text import IncrementalDetokenizer
+from fuel_core.text import Tokenizer
 
 _BLOCK_SIZE = 16
 
@@ -33,12 +33,13 @@ class Request:
 class Output:
     """What one request has said: tokens in, the text that is certain out."""
 
-    def __init__(self, request: Request, detokenizer: IncrementalDetokenizer, start: float) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, start: float) -> None:
         self.request = request
         self.stopped = False
-        self._detokenizer = detokenizer
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(continues=True)
         self._stop = StopStrings(request.params.stop)
-        self._text: list[str] = []
+        self._texts: list[str] = []
         self._ids: list[int] = []
         self._start = self._first = self._last = start
 
@@ -50,7 +51,7 @@ class Output:
             if self.stopped:
                 break
             taken.append(token)
-            text += self._emit(self._detokenizer.add([token]), len(self._ids) + len(taken))
+            text += self._emit(self._text_of(token), len(self._ids) + len(taken))
         self._last = time.perf_counter()
         if taken and not self._ids:
             self._first = self._last
@@ -66,14 +67,18 @@ class Output:
         if self.stopped:
             reason = FinishReason.STOP
         completion = Completion(
-            "".join(self._text), self._ids, len(self.request.tokens), reason, error, self._timing()
+            "".join(self._texts), self._ids, len(self.request.tokens), reason, error, self._timing()
         )
         return attrs.evolve(delta, completion=completion)
 
     def _delta(self, text: str, tokens: list[int]) -> Delta:
-        self._text.append(text)
+        self._texts.append(text)
         self._ids += tokens
         return Delta(self.request.index, text, tokens)
+
+    def _text_of(self, token: int) -> str:
+        # Heads are often padded to a round number of rows, which the tokenizer knows nothing of.
+        return self._detokenizer.add([token]) if self._tokenizer.has_token(token) else ""
 
     def _emit(self, text: str, count: int) -> str:
         """What of ``text``, which the ``count``-th token brought, is certain to stay."""
@@ -124,7 +129,7 @@ class Run:
     def _admit(self, scheduler: SessionScheduler) -> Iterator[Delta]:
         while self._waiting and len(self._running) < self._policy.max_batch:
             request = self._waiting[0]
-            output = Output(request, self._loaded.tokenizer.detokenizer(), self._start)
+            output = Output(request, self._loaded.tokenizer, self._start)
             try:
                 id = scheduler.add_session(
                     request.tokens,

@@ -118,7 +118,7 @@ def staging(key: str, waiting: Callable[[], None]) -> Iterator[Path]:
     """
     root = cache_dir() / "staging"
     root.mkdir(parents=True, exist_ok=True)
-    with _unwound_by_signals(), _locked(root / f"{key}.lock", waiting):
+    with _locked(root / f"{key}.lock", waiting):
         _sweep(root, key)
         place = Path(tempfile.mkdtemp(prefix=f"{key}@", dir=root))
         try:
@@ -191,16 +191,25 @@ def _sweep(root: Path, key: str) -> None:
 
 
 @contextlib.contextmanager
-def _unwound_by_signals() -> Iterator[None]:
-    """Let a request to end the process unwind the block, unless the program handles it in its own way."""
+def unwound_by_signals() -> Iterator[None]:
+    """Let a request to end the process unwind the block first, unless the program has its own handler."""
     ours = [number for number in _ending_signals() if signal.getsignal(number) is signal.SIG_DFL]
+    received: list[int] = []
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise SystemExit(128 + number)
+
     for number in ours:
-        signal.signal(number, _exit)
+        signal.signal(number, unwind)
     try:
         yield
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+        # Not left to SystemExit, which a caller may take for a failure and catch.
+        for request in received[:1]:
+            signal.raise_signal(request)
 
 
 def _ending_signals() -> list[signal.Signals]:
@@ -208,7 +217,3 @@ def _ending_signals() -> list[signal.Signals]:
     if threading.current_thread() is not threading.main_thread():
         return []
     return [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__]
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuel_core.contracts.errors import DownloadError
-from fuel_core.registry.cache import cache_dir, disk_error, disk_errors, model_in, publish, staging
+from fuel_core.registry.cache import (
+    cache_dir,
+    disk_error,
+    disk_errors,
+    model_in,
+    publish,
+    staging,
+    unwound_by_signals,
+)
 from fuel_core.registry.naming import normalize
 from fuel_core.registry.wheel import unpack
 
@@ -70,7 +78,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _fetch(distribution: str, version: str | None, shelf: Path) -> Path:
-    with _shown() as report:
+    with unwound_by_signals(), _shown() as report:
         waiting = functools.partial(report, f"waiting for another process to fetch {distribution}", 0, None)
         with staging(f"pypi-{shelf.name}", waiting) as place:
             return _cached(shelf, version) or _fetch_into(shelf, distribution, version, place, report)

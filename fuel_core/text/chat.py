@@ -125,7 +125,7 @@ def _one_line(error: Exception) -> str:
 
 def _checked(messages: object) -> list[dict[str, str]]:
     """Plain copies, so that a template can neither change nor call into what it was given."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+    if not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
             f"messages of type {type(messages).__name__}" if messages else "no messages",
             needed="a list with at least one message",

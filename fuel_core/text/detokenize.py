@@ -145,6 +145,10 @@ class TokenBytes:
             token = step(token, first)
         return token.encode() if isinstance(token, str) else token
 
+    def has(self, id: int) -> bool:
+        """Whether a token has this id."""
+        return 0 <= id < _MAX_ID and self._core.id_to_token(id) is not None
+
     def _text(self, id: int) -> str:
         text = self._core.id_to_token(id) if 0 <= id < _MAX_ID else None
         if text is None:
@@ -158,14 +162,19 @@ class IncrementalDetokenizer:
 
     What has been given out never changes, and all of it together, ``finish()`` included, is what
     ``Tokenizer.decode`` gives for all ids. The cost of a token does not grow with the text before it.
+
+    Args:
+        tokens: what each token stands for.
+        skip_special: leave control tokens out.
+        continues: the ids follow others, so that the space before the first word is one.
     """
 
-    def __init__(self, tokens: TokenBytes, *, skip_special: bool = True) -> None:
+    def __init__(self, tokens: TokenBytes, *, skip_special: bool = True, continues: bool = False) -> None:
         self._tokens = tokens
         self._skipped = tokens.special if skip_special else frozenset()
         self._utf8 = _new_utf8_decoder("replace")
-        self._is_first = True
-        self._spaces_to_drop = tokens.leading_spaces
+        self._is_first = not continues
+        self._spaces_to_drop = 0 if continues else tokens.leading_spaces
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that these ids make certain; an unfinished character is held back.

@@ -65,9 +65,13 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self._tokens, skip_special=skip_special)
         return detokenizer.add(ids) + detokenizer.finish()
 
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """A fresh detokenizer for one stream of ids."""
-        return IncrementalDetokenizer(self._tokens)
+    def detokenizer(self, *, continues: bool = False) -> IncrementalDetokenizer:
+        """A fresh detokenizer for one stream of ids; ``continues`` says that they follow others."""
+        return IncrementalDetokenizer(self._tokens, continues=continues)
+
+    def has_token(self, id: int) -> bool:
+        """Whether a token has this id; a model's last rows may stand for none."""
+        return self._tokens.has(id)
 
     @property
     def has_chat_template(self) -> bool:

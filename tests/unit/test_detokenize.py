@@ -269,6 +269,21 @@ def test_only_the_first_space_of_a_stream_is_dropped(tokenizer: Any) -> None:
     assert [part for part in parts if part.startswith(" ")], "the control: later pieces keep theirs"
 
 
+@pytest.mark.parametrize("tokenizer", [sentencepiece_bpe], indirect=True)
+def test_a_stream_that_continues_a_text_keeps_its_first_space(tokenizer: Any) -> None:
+    ids = tokenizer.encode("the cat sat", add_bos=False)
+    after = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]) == "the")
+    detokenizer = tokenizer.detokenizer(continues=True)
+    assert detokenizer.add(ids[after:]) + detokenizer.finish() == " cat sat"
+    assert tokenizer.decode(ids[after:]) == "cat sat", "the control: a text of its own has no such space"
+
+
+@every_kind
+def test_an_id_is_a_token_or_it_is_not(tokenizer: Any) -> None:
+    assert tokenizer.has_token(0)
+    assert not any(map(tokenizer.has_token, (-1, 2**33, tokenizer.vocab_size + 1000)))
+
+
 def test_an_added_token_of_a_byte_level_vocabulary_is_its_own_text(tmp_path: Path) -> None:
     core = Tokenizer.from_file(str(tiny_byte_level(tmp_path) / "tokenizer.json"))
     core.add_tokens(["ä ö", "éa"])

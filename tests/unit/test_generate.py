@@ -133,6 +133,29 @@ def test_a_broken_tail_is_given_at_the_end_as_a_replacement_character(loaded: Lo
     assert fuel.generate(scripted(loaded, half), "x", max_new_tokens=40)[0].text == "a\ufffd"
 
 
+def test_an_id_of_a_padded_head_has_no_text_and_ends_nothing(tmp_path: Path) -> None:
+    padded = fuel.load(write_directory(tmp_path / "padded", vocab_size=VOCAB + 5))
+    logits = torch.full((VOCAB + 5,), -10.0)
+    said = [65, VOCAB + 4, 66]
+
+    class Padded(Scripted):
+        @hookimpl
+        def forward_with_kv_context_persistent(
+            self, tokens: Any, cache: Any, session: DecodeSession
+        ) -> Tensor:
+            session.rebinds += 1
+            cache.cached_len += len(tokens)
+            return logits.index_fill(0, torch.tensor(said[session.rebinds - 1]), 10.0)
+
+    completion = fuel.generate(attrs.evolve(padded, model=Padded(padded.model, [])), "x", max_new_tokens=3)[0]
+    assert (completion.token_ids, completion.error) == (said, None)
+    assert completion.text == loaded_text(padded, [65, 66])
+
+
+def loaded_text(loaded: Loaded, ids: Sequence[int]) -> str:
+    return loaded.tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("stop", ["<END>", "END>", "<"])
 def test_no_part_of_a_stop_string_is_emitted_and_nothing_after_it(loaded: Loaded, stop: str) -> None:
     said = "abc<END>def"

@@ -160,7 +160,7 @@ def test_poison_in_a_slot_that_is_used_would_be_seen(model: Decoder) -> None:
 # --- a step that fails
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("place", ["before", "inside", "after"])
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("held", [0, 4])
 def test_a_layer_that_raises_leaves_the_cache_as_long_as_it_was_and_fit_for_use(
@@ -172,7 +172,7 @@ def test_a_layer_that_raises_leaves_the_cache_as_long_as_it_was_and_fit_for_use(
         feed(breakable, cache, *PROMPT[:held])
     setattr(breakable, place, layer)
     for wrong in (PROMPT[5:8], PROMPT[8:9]):
-        with pytest.raises(RuntimeError, match=f"{place} layer {layer}"):
+        with pytest.raises(RuntimeError):
             feed(breakable, cache, *wrong)
         assert cache.cached_len == held
     setattr(breakable, place, None)

@@ -326,7 +326,11 @@ def test_logits_of_any_layout_are_read_and_not_changed(layout: str) -> None:
     rows = random_logits(6, 40)
     logits = {"rows": rows, "columns": rows.T.contiguous().T, "expanded": rows[:1].expand(6, -1)}[layout]
     before = logits.clone()
-    for params in (mixed_params()[:6], mixed_params()[3:] + mixed_params()[3:5]):
+    only_greedy, only_drawn = (
+        mixed_params()[2:3] * 6,
+        [p for p in mixed_params() if "seed" in p] + [{"seed": 7}],
+    )
+    for params in (only_greedy, [{"temperature": 1.0, **p} for p in only_drawn], mixed_params()[:6]):
         outcomes = sample(logits, [state(40, **p) for p in params])
         assert torch.equal(logits, before)
         assert outcomes == sample(before.contiguous(), [state(40, **p) for p in params])
@@ -348,3 +352,10 @@ def test_it_does_not_matter_who_is_in_inference_mode() -> None:
 def test_a_session_without_penalties_keeps_no_history() -> None:
     assert state(10**12, [1, 2, 3], temperature=1.0, top_k=5, min_new_tokens=4).history is None
     assert state(10**12, [1, 2, 3], repetition_penalty=1.1).history is not None
+
+
+def test_only_a_repetition_penalty_looks_at_the_prompt() -> None:
+    for params, entries in (({"presence_penalty": 1.0}, []), ({"repetition_penalty": 1.1}, [3, 1])):
+        history = state(4, [3, 1, 3], **params).history
+        assert history is not None
+        assert history.entries()[0].tolist() == entries

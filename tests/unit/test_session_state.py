@@ -11,7 +11,7 @@ import torch
 
 from fuel_core.contracts import FinishReason, ModelDims, SamplingParams
 from fuel_core.contracts.errors import CapacityError, FuelError, InvalidRequestError, ModelContractError
-from fuel_core.contracts.requests import check_context, check_lengths, check_tokens
+from fuel_core.contracts.requests import check_context, check_lengths, check_request, check_tokens
 from fuel_core.schedule import SessionId, SessionPhase, SessionState
 
 DIMS = ModelDims(n_layers=2, n_kv_heads=2, head_dim=4)
@@ -281,6 +281,30 @@ def test_as_many_least_tokens_as_tokens_pass_and_one_more_does_not() -> None:
     check_lengths(SamplingParams(min_new_tokens=4), 4)
     with pytest.raises(InvalidRequestError, match="min_new_tokens = 5"):
         check_lengths(SamplingParams(min_new_tokens=5), 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt": []}, "no tokens"),
+        ({"prompt": [1, VOCAB]}, f"{VOCAB} at position 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"sampling": SamplingParams(min_new_tokens=5)}, "min_new_tokens"),
+        ({"sampling": SamplingParams(logit_bias={VOCAB: 1.0})}, "logit_bias"),
+        ({"max_context": 5}, "6 tokens"),
+    ],
+)
+def test_a_request_passes_only_if_every_part_of_it_does(changes: dict[str, Any], says: str) -> None:
+    sound: dict[str, Any] = {
+        "prompt": [0, VOCAB - 1],
+        "sampling": SamplingParams(logit_bias={VOCAB - 1: 1.0}, min_new_tokens=4),
+        "max_new_tokens": 4,
+        "vocab_size": VOCAB,
+        "max_context": 6,
+    }
+    check_request(**sound)
+    with pytest.raises(InvalidRequestError, match=says):
+        check_request(**{**sound, **changes})
 
 
 @pytest.mark.parametrize("raised", [lambda: check_tokens([], 4), lambda: check_context(2, 1)])

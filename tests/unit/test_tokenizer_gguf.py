@@ -191,21 +191,19 @@ def test_gpt2_and_smollm_cut_as_the_librarys_own_pre_tokenizers(text: str) -> No
         assert PRE_TOKENIZERS[name].pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
 
 
+@pytest.fixture(scope="module")
+def real_qwen3_cuts(qwen3_tokenizer_dir: Path) -> Any:
+    content = json.loads((qwen3_tokenizer_dir / "tokenizer.json").read_text("utf-8"))
+    pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+
+
 @given(text=texts)
 @settings(max_examples=100, deadline=None)
-def test_qwen2_cuts_as_the_real_tokenizer_does(qwen3_tokenizer_dir: Path, text: str) -> None:
-    theirs = real_pre_tokenizer(qwen3_tokenizer_dir)
-    assert PRE_TOKENIZERS["qwen2"].pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
-
-
-def real_pre_tokenizer(directory: Path, cache: dict[Path, Any] = {}) -> Any:  # noqa: B006
-    if directory not in cache:
-        content = json.loads((directory / "tokenizer.json").read_text("utf-8"))
-        pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        cache[directory] = pre_tokenizers.Sequence([split, byte_level])
-    return cache[directory]
+def test_qwen2_cuts_as_the_real_tokenizer_does(real_qwen3_cuts: Any, text: str) -> None:
+    ours = PRE_TOKENIZERS["qwen2"].pre_tokenizer
+    assert ours.pre_tokenize_str(text) == real_qwen3_cuts.pre_tokenize_str(text)
 
 
 # --- Small vocabularies: defaults, token types, refusals ---

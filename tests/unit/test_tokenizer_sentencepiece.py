@@ -164,6 +164,13 @@ def test_control_tokens_in_a_text_are_recognised_and_skipped_in_a_decode(ours: A
     assert ours.decode(ids, skip_special=False) == "the cat</s> the dog"
 
 
+def test_pieces_of_a_text_never_join_to_a_control_token() -> None:
+    tokens, scores = ["<unk>", "<s>", "</s>", "▁", "x", "▁x"], [0.0, 0.0, 0.0, -2.0, -3.0, -1.0]
+    keys = gguf_keys(model="llama", tokens=tokens, scores=scores, add_bos_token=False)
+    assert build(keys | gguf_keys(token_type=[2, 3, 3, 1, 1, 3])).encode("x") == [3, 4]
+    assert build(keys | gguf_keys(token_type=[2, 3, 3, 1, 1, 1])).encode("x") == [5], "the control"
+
+
 # --- Unigram ---
 
 

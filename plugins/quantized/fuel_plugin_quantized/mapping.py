@@ -53,13 +53,12 @@ def map_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     keys = _Keys(checkpoint)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
-    rotated = keys.size("rope.dimension_count", max(1, hidden // heads))
-    head_dim = keys.size("attention.key_length", rotated)
+    head_dim = keys.size("attention.key_length", max(1, hidden // heads))
     keys.equal("attention.value_length", head_dim)
     keys.equal("rope.dimension_count", head_dim)
     keys.equal("expert_count", 0)
     return {
-        "vocab_size": int(checkpoint.tensor("token_embd.weight").shape[0]),
+        "vocab_size": _vocab_size(checkpoint),
         "hidden_size": hidden,
         "intermediate_size": keys.size("feed_forward_length"),
         "num_hidden_layers": keys.size("block_count"),
@@ -71,9 +70,21 @@ def map_config(checkpoint: Checkpoint) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in checkpoint,
         "mlp_bias": "blk.0.ffn_up.bias" in checkpoint,
         "tie_word_embeddings": "output.weight" not in checkpoint,
-        "sliding_window": keys.optional("attention.sliding_window") or None,
+        "sliding_window": keys.window(),
         "rope_parameters": _rope(checkpoint, keys),
     }
+
+
+def _vocab_size(checkpoint: Checkpoint) -> int:
+    """Rows of the embedding, since not every file has the key."""
+    if "token_embd.weight" not in checkpoint:
+        raise CheckpointError(
+            f"{checkpoint.source}: no tensor token_embd.weight",
+            needed="the embedding of the model",
+            remedy="the file is damaged, or holds no language model: fetch it again",
+            name="token_embd.weight",
+        )
+    return int(checkpoint.tensor("token_embd.weight").shape[0])
 
 
 class _Keys:
@@ -94,6 +105,12 @@ class _Keys:
 
     def text(self, key: str, default: str) -> str:
         return self._reader.get(f"{self._prefix}.{key}", str, default)
+
+    def window(self) -> int | None:
+        """The sliding window; llama.cpp writes none as 0."""
+        value = self.optional("attention.sliding_window")
+        none = value is None or (isinstance(value, int) and value == 0)
+        return None if none else self.size("attention.sliding_window")
 
     def equal(self, key: str, supported: float) -> None:
         value = self.optional(key)
