@@ -14,6 +14,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The real SmolLM2-135M-Instruct Q4_1, fetched once into the user cache."""
-    from fuel_core.registry import references
+    from fuel_core.registry import resolve
 
-    return references.pull("smollm2")
+    return resolve("smollm2")

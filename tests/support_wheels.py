@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fuel_core.contracts.errors import DownloadError
-from fuel_core.registry.references import pull
+from fuel_core.registry import resolve
 
 REPOSITORY = Path(__file__).parents[1]
 GGUF = b"GGUF" + bytes(range(256)) * 64
@@ -121,13 +121,13 @@ class Sandbox:
 
     def pull(self, ref: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
         """Pull a model in another process, which prints its path."""
-        return self.start(f"from fuel_core.registry.references import pull; print(pull({ref!r}))", stderr)
+        return self.start(f"from fuel_core.registry import resolve; print(resolve({ref!r}))", stderr)
 
 
 def refused(sandbox: Sandbox, ref: str, match: str) -> DownloadError:
     """The error of a pull that must fail in one line and leave nothing."""
     with pytest.raises(DownloadError, match=match) as caught:
-        pull(ref)
+        resolve(ref)
     assert tree(sandbox.cache) == []
     assert "\n" not in str(caught.value)
     return caught.value

