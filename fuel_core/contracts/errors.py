@@ -43,6 +43,10 @@ class ModelContractError(FuelError):
     """A model class whose methods differ from the tiers that it declares, or a call that breaks one."""
 
 
+class SamplingError(FuelError):
+    """Logits that leave nothing to sample from: NaN, +inf, or nothing finite after bans."""
+
+
 class UnsupportedTierError(FuelError):
     """A call into a tier that the model does not implement."""
 

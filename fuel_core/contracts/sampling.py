@@ -28,8 +28,9 @@ def _within(low: float, high: float, *, open_low: bool = False) -> Any:
     """An attrs validator: a finite number of the interval (``open_low``: without its lower end)."""
 
     def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        # Compared as it is: an integer may be too large for a float, and NaN is inside nothing.
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        inside = number and math.isfinite(value) and low <= value <= high and (value > low or not open_low)
+        inside = number and low <= value <= high and (value > low or not open_low)
         if not inside:
             bound = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
             raise InvalidRequestError(
@@ -57,8 +58,8 @@ def _integer(low: int, high: int) -> Any:
     return check
 
 
-def _stop_tuple(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def _stop_tuple(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def _stop_texts(_: object, __: object, value: tuple[Any, ...]) -> None:
@@ -72,16 +73,33 @@ def _stop_texts(_: object, __: object, value: tuple[Any, ...]) -> None:
             )
 
 
-def _bias(_: object, __: object, value: Mapping[Any, Any]) -> None:
+def _bias_copy(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _bias(_: object, __: object, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise _bad_bias(repr(value))
     for token, bias in value.items():
-        number = isinstance(bias, int | float) and not math.isnan(bias) and bias != math.inf
+        number = isinstance(bias, int | float) and (-1e30 <= bias <= 1e30 or bias == -math.inf)
         if isinstance(token, bool) or not isinstance(token, int) or token < 0 or not number:
-            raise InvalidRequestError(
-                f"logit_bias entry {token!r}: {bias!r}",
-                needed="a token id and a number (-inf bans the token)",
-                remedy="change logit_bias",
-                parameter="logit_bias",
-            )
+            raise _bad_bias(f"entry {token!r}: {bias!r}")
+
+
+def _bad_bias(given: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"logit_bias {given}",
+        needed="a mapping of token ids to numbers of at most 1e30 (-inf bans the token)",
+        remedy="change logit_bias",
+        parameter="logit_bias",
+    )
+
+
+def _boolean(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(
+            f"{attribute.name} = {value!r}", needed="True or False", parameter=attribute.name
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -114,8 +132,8 @@ class SamplingParams:
     repetition_penalty: float = attrs.field(default=1.0, validator=_within(0, 1e6, open_low=True))
     presence_penalty: float = attrs.field(default=0.0, validator=_within(-1e6, 1e6))
     frequency_penalty: float = attrs.field(default=0.0, validator=_within(-1e6, 1e6))
-    logit_bias: Mapping[int, float] = attrs.field(factory=dict, validator=_bias)
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_bias_copy, validator=_bias)
     seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(_integer(0, 2**64 - 1)))
     stop: tuple[str, ...] = attrs.field(default=(), converter=_stop_tuple, validator=_stop_texts)
     min_new_tokens: int = attrs.field(default=0, validator=_integer(0, 2**63 - 1))
-    ignore_eos: bool = False
+    ignore_eos: bool = attrs.field(default=False, validator=_boolean)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fuel_core.contracts.errors import FuelError, ModelContractError
+from fuel_core.contracts.errors import FuelError, ModelContractError, SamplingError
 from fuel_core.sampling.filters import RowFilters, columns, draw, kept_weights, take_rows
 from fuel_core.sampling.state import SamplerState
 
@@ -38,7 +38,7 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[Outcome]:
         states: one per row.
 
     Returns:
-        One outcome per row: the id, recorded in its state; or a ModelContractError, not raised and nothing
+        One outcome per row: the id, recorded in its state; or a SamplingError, not raised and nothing
         recorded, for a row that holds NaN or +inf or has nothing finite left.
 
     Raises:
@@ -125,7 +125,7 @@ def _outcome(row: int, token: int, state: SamplerState) -> Outcome:
     if token >= 0:
         state.record(token)
         return token
-    return ModelContractError(
+    return SamplingError(
         f"logits of row {row} hold {_FAULTS[token]}",
         needed="a largest logit that is finite, -inf only for banned tokens",
         remedy="lift a ban, or check the model's weights and dtype",

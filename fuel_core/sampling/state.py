@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.contracts.requests import check_bias
 from fuel_core.contracts.sampling import SamplingParams
 
 Offsets: TypeAlias = tuple[Tensor, Tensor]
@@ -66,7 +67,7 @@ class SamplerState:
         self.params, self.vocab_size, self.generated = params, vocab_size, 0
         self.seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
         self._random = random.Random(self.seed)
-        _check_ids("logit_bias", params.logit_bias.keys(), vocab_size)
+        check_bias(params, vocab_size)
         # An EOS beyond the vocabulary cannot be sampled: there is nothing to mask.
         ban = {eos: -math.inf for eos in eos_ids if 0 <= eos < vocab_size}
         self._offsets = _sparse(params.logit_bias)

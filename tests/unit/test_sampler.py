@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from fuel_core.contracts import SamplingParams
-from fuel_core.contracts.errors import InvalidRequestError, ModelContractError
+from fuel_core.contracts.errors import InvalidRequestError, ModelContractError, SamplingError
 from fuel_core.sampling import Outcome, SamplerState, sample
 
 INF = math.inf
@@ -253,8 +253,8 @@ def test_a_faulty_row_gets_its_error_and_disturbs_no_other(text: str, params: di
     outcome = sample(logits, [neighbours[0], bad, *neighbours[1:]])
     error = outcome.pop(1)
     assert outcome == sample(good, twins)
-    assert isinstance(error, ModelContractError)
-    with pytest.raises(ModelContractError, match=text):
+    assert isinstance(error, SamplingError)
+    with pytest.raises(SamplingError, match=text):
         raise error
     assert (error.row, error.generated, bad.generated) == (1, 0, 0)
     assert [session.generated for session in neighbours] == [1, 1, 1]
@@ -263,7 +263,7 @@ def test_a_faulty_row_gets_its_error_and_disturbs_no_other(text: str, params: di
 def test_nothing_left_after_bans_and_masks_is_an_error_of_that_row() -> None:
     everything = state(3, logit_bias={0: -INF, 1: -INF}, min_new_tokens=1)
     error, token = sample(torch.zeros(2, 3), [everything, state(3)])
-    assert isinstance(error, ModelContractError)
+    assert isinstance(error, SamplingError)
     assert "min_new_tokens" in str(error)
     assert token == 0
     everything.record(0)
@@ -272,8 +272,8 @@ def test_nothing_left_after_bans_and_masks_is_an_error_of_that_row() -> None:
 
 def test_a_banned_token_hides_no_fault() -> None:
     session = state(3, logit_bias={1: -INF})
-    assert isinstance(one([0.0, math.nan, 1.0], session), ModelContractError)
-    assert isinstance(one([0.0, INF, 1.0], session), ModelContractError)
+    assert isinstance(one([0.0, math.nan, 1.0], session), SamplingError)
+    assert isinstance(one([0.0, INF, 1.0], session), SamplingError)
     assert one([0.0, -INF, 1.0], session) == 2
 
 
@@ -304,7 +304,7 @@ def test_no_sessions_have_no_outcomes() -> None:
 
 
 def test_ids_outside_the_vocabulary_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequestError, match="logit_bias holds the token 4"):
+    with pytest.raises(InvalidRequestError, match="logit_bias for token 4"):
         state(4, logit_bias={4: 1.0})
     for prompt in ([0, 4], [-1, 0]):
         with pytest.raises(InvalidRequestError, match=f"prompt holds the token {min(prompt) or 4}"):

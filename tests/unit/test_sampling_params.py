@@ -28,17 +28,29 @@ ACCEPTED = {
 
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, "1", None, True]
 REFUSED = {
-    "temperature": [-1e-9, 1e6 + 1, *NOT_NUMBERS],
+    "temperature": [-1e-9, 1e6 + 1, 10**400, *NOT_NUMBERS],
     "top_k": [-1, 2**63, 1.0, *NOT_NUMBERS],
     "top_p": [0, 0.0, -0.1, 1.0001, *NOT_NUMBERS],
     "min_p": [-1e-9, 1.0001, *NOT_NUMBERS],
     "repetition_penalty": [0, -1.0, 1e6 + 1, *NOT_NUMBERS],
     "presence_penalty": [-1e6 - 1, 1e6 + 1, *NOT_NUMBERS],
     "frequency_penalty": [-1e6 - 1, 1e6 + 1, *NOT_NUMBERS],
-    "logit_bias": [{-1: 1.0}, {"a": 1.0}, {1.0: 1.0}, {True: 1.0}, {1: math.nan}, {1: math.inf}, {1: "x"}],
+    "logit_bias": [
+        {-1: 1.0},
+        {"a": 1.0},
+        {1.0: 1.0},
+        {True: 1.0},
+        {1: math.nan},
+        {1: math.inf},
+        {1: "x"},
+        {1: 10**400},
+        [(1, 2.0)],
+        None,
+    ],
     "seed": [-1, 2**64, 1.0, "1", True],
     "stop": [[""], ["a", ""], [1], [None]],
     "min_new_tokens": [-1, 2**63, 1.0, *NOT_NUMBERS],
+    "ignore_eos": [0, 1, "x", None],
 }
 
 
@@ -90,3 +102,14 @@ def test_parameters_are_named_and_do_not_change() -> None:
         SamplingParams(tempratur=0.5)
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         SamplingParams().temperature = 1.0
+
+
+def test_a_bias_that_its_caller_changes_later_stays_as_it_was_given() -> None:
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[-5] = math.nan
+    assert params.logit_bias == {1: 2.0}
+
+
+def test_no_stop_strings_may_be_given_as_none() -> None:
+    assert SamplingParams(stop=None).stop == ()
