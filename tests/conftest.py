@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Idle OpenMP threads that spin starve whatever else runs on a small or shared machine. Before torch is imported.
+# Idle OpenMP threads that spin starve whatever else runs on a small machine. Set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -61,7 +61,9 @@ def _prompts(prompt: str | None, path: Path | None) -> list[str]:
             f"prompts file {path}: {error}", needed="a readable UTF-8 text", remedy="check the path"
         ) from error
     if not lines:
-        raise InvalidRequestError(f"prompts file {path} is empty", needed="a prompt per line")
+        raise InvalidRequestError(
+            f"prompts file {path} is empty", needed="a prompt per line", remedy="write one"
+        )
     return lines
 
 

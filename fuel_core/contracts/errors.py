@@ -15,12 +15,11 @@ class FuelError(Exception):
     Attributes: ``given``, ``needed`` and ``remedy`` (text), and each keyword figure under its name.
     """
 
-    def __init__(self, given: str, *, needed: str = "", remedy: str = "", **figures: Any) -> None:
+    def __init__(self, given: str, *, needed: str, remedy: str, **figures: Any) -> None:
         self.given, self.needed, self.remedy, self.figures = given, needed, remedy, figures
         for name, value in figures.items():
             setattr(self, name, value)
-        parts = (given, needed and f"needed: {needed}", remedy)
-        super().__init__("; ".join(part for part in parts if part))
+        super().__init__(f"{given}; needed: {needed}; {remedy}")
 
 
 class InvalidRequestError(FuelError):

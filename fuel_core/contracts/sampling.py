@@ -98,7 +98,10 @@ def _bad_bias(given: str) -> InvalidRequestError:
 def _boolean(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, bool):
         raise InvalidRequestError(
-            f"{attribute.name} = {value!r}", needed="True or False", parameter=attribute.name
+            f"{attribute.name} = {value!r}",
+            needed="True or False",
+            remedy="change it",
+            parameter=attribute.name,
         )
 
 

@@ -46,7 +46,11 @@ def collapse_uniform(specs: Sequence[LayerStateSpec]) -> tuple[int, int]:
         NonUniformStateError: there are no layers, a layer keeps slots, or two layers differ.
     """
     if not specs:
-        raise NonUniformStateError("a model with no layers", needed="at least one layer of per-head KV")
+        raise NonUniformStateError(
+            "a model with no layers",
+            needed="at least one layer of per-head KV",
+            remedy="mend its layer_state_specs()",
+        )
     first = specs[0]
     for layer, spec in enumerate(specs):
         if not isinstance(spec, KeyValue):

@@ -73,7 +73,9 @@ def _requests(
     each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
     if len(each) != len(texts):
         raise InvalidRequestError(
-            f"{len(each)} sets of parameters for {len(texts)} prompts", needed="one for all, or one for each"
+            f"{len(each)} sets of parameters for {len(texts)} prompts",
+            needed="one for all, or one for each",
+            remedy="pass as many as there are prompts",
         )
     return [
         _request(loaded, i, len(texts), *pair, max_new_tokens)

@@ -57,10 +57,13 @@ def check_lockstep(
         raise ModelContractError(
             f"{len(caches)} caches and {len(last_tokens)} tokens",
             needed="one token for each of one or more caches",
+            remedy="pass the last token of every session",
         )
     if len({id(cache) for cache in caches}) != len(caches):
         raise ModelContractError(
-            "a cache that stands twice in a batch", needed="a cache of its own for every session"
+            "a cache that stands twice in a batch",
+            needed="a cache of its own for every session",
+            remedy="pass each once",
         )
     for row, cache in enumerate(caches):
         if cache.dtype != dtype or cache.device.type != device.type:

@@ -65,7 +65,9 @@ def cache_dir() -> Path:
     try:
         return Path.home() / ".cache" / "fuel"
     except RuntimeError as error:
-        raise DownloadError("no home directory to keep models in", remedy="set FUEL_CACHE") from error
+        raise DownloadError(
+            "no home directory to keep models in", needed="a directory", remedy="set FUEL_CACHE"
+        ) from error
 
 
 def model_in(directory: Path) -> Path | None:

@@ -63,6 +63,7 @@ class Catalogue:
         if self.strict:
             raise PluginError(
                 f"{info.label} is broken: {one_line(error)}",
+                needed="only sound plugins, since FUEL_STRICT_PLUGINS is set",
                 remedy=f"mend or uninstall it, or set {DISABLE}={info.name}",
                 plugin=info,
             ) from error

@@ -185,7 +185,11 @@ def _explained(requirement: str, said: str, total: int | None) -> DownloadError:
         return disk_error(cache_dir(), full[0], total)
     versions = re.search(r"\(from versions: (.*)\)", said)
     if versions and versions[1] not in ("", "none"):
-        return DownloadError(f"no wheel of {requirement}", needed=f"one of the versions {versions[1]}")
+        return DownloadError(
+            f"no wheel of {requirement}",
+            needed=f"one of the versions {versions[1]}",
+            remedy="name one of them",
+        )
     if silent := next(filter(None, (re.search(pattern, said) for pattern in _NO_INDEX)), None):
         given = f"cannot ask {silent[1]} about {requirement}: {_cause(silent[2])}"
         return DownloadError(given, needed="a package index", remedy=f"check the connection, {_BY_HAND}")
@@ -197,7 +201,9 @@ def _failed(requirement: str, said: str) -> DownloadError:
         given = f"the wheel of {requirement} arrived damaged or cut off"
         return DownloadError(given, needed="an intact wheel", remedy=f"try again, {_BY_HAND}")
     given = f"pip could not download {requirement}: {_last_error(said)}"
-    return DownloadError(given, remedy=f"check the connection and pip's settings, {_BY_HAND}")
+    return DownloadError(
+        given, needed="its wheel", remedy=f"check the connection and pip's settings, {_BY_HAND}"
+    )
 
 
 def _cause(reason: str) -> str:

@@ -68,6 +68,7 @@ def call_plugin(call: Callable[[], T], what: str, label: str) -> T:
     except BaseException as error:
         raise PluginError(
             f"{what} of {label} failed: {one_line(error)}",
+            needed="a result or a typed error",
             remedy=f"report it to the authors of {label}",
             what=what,
             plugin=label,

@@ -60,6 +60,7 @@ def refused(claim: Claim, info: PluginInfo) -> PluginError:
     kind, name = claim
     error = PluginError(
         f"the {kind.value} {name!r} is not usable",
+        needed="a sound plugin that brings it",
         remedy=_report(info),
         name=name,
         distribution=info.distribution,

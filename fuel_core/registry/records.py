@@ -92,7 +92,9 @@ def _made_by(implementation: Any, hook: str, record_type: type[Record]) -> list[
         # Drawn inside the guard: the hook may be a generator.
         records = guarded(lambda: _listed(call(implementation)))
     except Exception as error:
-        raise PluginError(f"{hook} raised {one_line(error)}", remedy="mend the plugin") from error
+        raise PluginError(
+            f"{hook} raised {one_line(error)}", needed="a list of records", remedy="mend the plugin"
+        ) from error
     if records is None or not all(isinstance(record, record_type) for record in records):
         found = "something else" if records is None else _types(records)
         raise PluginError(

@@ -83,6 +83,7 @@ def _refuse(cls: type, mismatches: list[Mismatch]) -> None:
         raise ModelContractError(
             f"the model class {cls.__qualname__} breaks its contract ({len(mismatches)} found): "
             + "; ".join(f"({number}) {each}" for number, each in enumerate(mismatches, 1)),
+            needed="what its tiers specify",
             remedy="change the class, or the tiers in the family's Capabilities",
             model_class=cls,
             mismatches=tuple(mismatches),

@@ -102,7 +102,7 @@ class SessionState:
         """Sample ``last_logits`` and take the token; None where there is nothing to sample.
 
         Raises:
-            ModelContractError: the logits hold NaN or nothing finite. They stay, and no token is taken.
+            SamplingError: the logits hold NaN or nothing finite. They stay, and no token is taken.
         """
         if self.last_logits is None or not self.is_ready:
             return None

@@ -113,6 +113,7 @@ class ChatTemplate:
     def _refused(self, error: Exception) -> FuelError:
         return InvalidRequestError(
             f"messages that the chat template of {self._source} refuses: {_one_line(error)}",
+            needed="messages that it can write",
             remedy="give the roles and the order that this model was trained on",
         )
 
@@ -129,6 +130,7 @@ def _checked(messages: object) -> list[dict[str, str]]:
         raise InvalidRequestError(
             f"messages of type {type(messages).__name__}" if messages else "no messages",
             needed="a list with at least one message",
+            remedy="give what the user says as a message",
         )
     return [_checked_message(message, number) for number, message in enumerate(messages)]
 

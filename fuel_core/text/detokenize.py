@@ -153,7 +153,12 @@ class TokenBytes:
         text = self._core.id_to_token(id) if 0 <= id < _MAX_ID else None
         if text is None:
             size = self._core.get_vocab_size(with_added_tokens=True)
-            raise InvalidRequestError(f"token id {id}", needed=f"the id of one of {size} tokens", id=id)
+            raise InvalidRequestError(
+                f"token id {id}",
+                needed=f"the id of one of {size} tokens",
+                remedy="use this model's own ids",
+                id=id,
+            )
         return text
 
 
@@ -204,7 +209,9 @@ def _as_int(id: object) -> int:
     try:
         return operator.index(id)  # type: ignore[arg-type]
     except TypeError as error:
-        raise InvalidRequestError(f"token id {id!r}", needed="an integer", id=id) from error
+        raise InvalidRequestError(
+            f"token id {id!r}", needed="an integer", remedy="pass token ids", id=id
+        ) from error
 
 
 def _unknown_decoder(source: str, parts: list[Mapping[str, Any]]) -> CheckpointError:

@@ -98,7 +98,9 @@ def _map(path: Path, source: str) -> Tensor:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         remedy = "check the file's name, its permissions and the free memory"
-        raise CheckpointError(f"{source}: cannot be mapped ({reason})", remedy=remedy) from error
+        raise CheckpointError(
+            f"{source}: cannot be mapped ({reason})", needed="a file to map", remedy=remedy
+        ) from error
     needed = f"a GGUF file, which has at least {MIN_BYTES}"
     raise CheckpointError(f"{source}: only {size} bytes", needed=needed, remedy="fetch the file again")
 

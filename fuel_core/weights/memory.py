@@ -36,5 +36,9 @@ class MemoryCheckpoint:
             CheckpointError: no tensor of this name.
         """
         if name not in self.tensors:
-            raise CheckpointError(f"{self.source}: no tensor {name!r}", needed="a name that iteration gives")
+            raise CheckpointError(
+                f"{self.source}: no tensor {name!r}",
+                needed="a name that it has",
+                remedy="iterate over it for them",
+            )
         return self.tensors[name]()

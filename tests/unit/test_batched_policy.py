@@ -26,7 +26,7 @@ from support_models import (
 from fuel_core.contracts import DecodeModel, FinishReason, ModelDims, SamplingParams
 from fuel_core.contracts.errors import (
     InvalidRequestError,
-    ModelContractError,
+    SamplingError,
 )
 from fuel_core.schedule import Batched, RoundRobin, SessionId, SessionScheduler, SessionState
 from fuel_core.schedule.policy import batches
@@ -253,7 +253,7 @@ def test_a_pass_that_returns_other_than_a_row_per_session_ends_them_all(reshape:
 def test_a_row_with_nothing_to_choose_fails_that_session_only(value: float) -> None:
     model = LockstepModel(faults={2: once(filled(value), after=1)})
     scheduler, ids, report = failing(model)
-    assert [(id, type(error)) for id, error in report.errored] == [(ids[1], ModelContractError)]
+    assert [(id, type(error)) for id, error in report.errored] == [(ids[1], SamplingError)]
     assert report.finished == [ids[1]]
     assert report.used_batched_arm
     drain(scheduler)

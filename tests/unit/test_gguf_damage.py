@@ -174,7 +174,7 @@ def test_no_lie_makes_the_reader_reserve_memory() -> None:
 def read_then_architecture(content: bytes) -> None:
     """Some lies are about what the header says, not about its form: those end here."""
     read_bytes(content)
-    raise CheckpointError("read")
+    raise CheckpointError("read", needed="nothing", remedy="none")
 
 
 DTYPES = {

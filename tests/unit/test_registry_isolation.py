@@ -27,7 +27,7 @@ FAILURES = {
     "an error that cannot be printed": UntidyError(),
     "a call of sys.exit": SystemExit(3),
     "an exception outside Exception": GeneratorExit(),
-    "a typed error of ours": PluginError("no luck"),
+    "a typed error of ours": PluginError("no luck", needed="luck", remedy="try again"),
 }
 
 

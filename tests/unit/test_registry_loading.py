@@ -80,7 +80,7 @@ def test_a_loader_that_fails_is_named_with_its_family_and_distribution(failure):
 
 
 def test_a_loaders_typed_error_passes_as_it_is():
-    failure = CapacityError("too large")
+    failure = CapacityError("too large", needed="less", remedy="shrink it")
 
     def loader(checkpoint, *, device, dtype):
         raise failure

@@ -227,13 +227,13 @@ def test_a_reader_that_fails_is_named_with_its_distribution_and_its_typed_errors
         raise RuntimeError("torn")
 
     def refuse(path):
-        raise CheckpointError("torn")
+        raise CheckpointError("torn", needed="a whole one", remedy="fetch it again")
 
     with pytest.raises(
         PluginError, match=r"reader of odd of fuel-plugin-odd 1\.0 failed: RuntimeError: torn"
     ):
         formats(weight_format("odd", suffix="", open=fail)).open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"^torn$"):
+    with pytest.raises(CheckpointError, match=r"^torn; needed: a whole one"):
         formats(weight_format("odd", suffix="", open=refuse)).open_checkpoint(tmp_path)
 
 
@@ -284,7 +284,7 @@ def test_a_resolver_that_ends_the_process_or_answers_with_text_is_a_failure():
 
 def test_a_typed_error_about_the_reference_is_the_answer_unless_another_plugin_has_one():
     def unreachable(ref):
-        raise DownloadError("no connection")
+        raise DownloadError("no connection", needed="one", remedy="try again")
 
     with pytest.raises(DownloadError, match="no connection"):
         resolvers(a=lambda ref: None, net=unreachable).resolve("hf:a/b")

@@ -7,9 +7,7 @@ import torch
 from support_models import Fault, LockstepModel, filled, once, raising, scheduler_of
 
 from fuel_core.contracts import FinishReason
-from fuel_core.contracts.errors import (
-    ModelContractError,
-)
+from fuel_core.contracts.errors import ModelContractError, SamplingError
 from fuel_core.schedule import Batched, RoundRobin, SessionId
 
 POLICIES = [RoundRobin(), Batched(4)]
@@ -22,9 +20,9 @@ BOOM = RuntimeError("boom")
     ("fault", "error"),
     [
         (raising(BOOM), RuntimeError),
-        (raising(ModelContractError("a breach")), ModelContractError),
-        (filled(torch.nan), ModelContractError),
-        (filled(-torch.inf), ModelContractError),
+        (raising(ModelContractError("a breach", needed="none", remedy="mend it")), ModelContractError),
+        (filled(torch.nan), SamplingError),
+        (filled(-torch.inf), SamplingError),
         (lambda row: row[:-1], ModelContractError),
         (lambda row: row[None], ModelContractError),
         (lambda row: row.double(), ModelContractError),

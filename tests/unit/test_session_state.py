@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuel_core.contracts import FinishReason, ModelDims, SamplingParams
-from fuel_core.contracts.errors import CapacityError, FuelError, InvalidRequestError, ModelContractError
+from fuel_core.contracts.errors import CapacityError, FuelError, InvalidRequestError, SamplingError
 from fuel_core.contracts.requests import check_context, check_lengths, check_request, check_tokens
 from fuel_core.schedule import SessionId, SessionPhase, SessionState
 
@@ -155,7 +155,7 @@ def test_logits_with_nothing_to_choose_raise_and_leave_the_session_as_it_was(fau
     bad = torch.full((VOCAB,), fault)
     state.last_logits = bad
     for _ in range(2):
-        with pytest.raises(ModelContractError):
+        with pytest.raises(SamplingError):
             state.sample_and_append()
     assert state.last_logits is bad
     assert (state.new_tokens, state.remaining, state.phase) == ([3], 4, SessionPhase.DECODE)
