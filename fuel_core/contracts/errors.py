@@ -84,3 +84,65 @@ class OutOfBlocksError(CapacityError):
             need=need,
             have=have,
         )
+
+
+class SessionNotResidentError(FuelError):
+    """A use of a slot whose block was evicted. ``slot`` is its index in the session's table."""
+
+    slot: int
+
+    def __init__(self, slot: int) -> None:
+        super().__init__(
+            f"slot {slot}, whose block was evicted",
+            needed="a resident block",
+            remedy="restore the session first",
+            slot=slot,
+        )
+
+
+class BadBlockIndexError(FuelError):
+    """A slot or block number that is out of range, or named twice."""
+
+
+class BadSpliceRangeError(FuelError):
+    """A range of slots that the source session does not have."""
+
+
+class OffsetNotBlockAlignedError(FuelError):
+    """Whole blocks to be appended after a block that is only partly filled."""
+
+    offset: int
+    block_size: int
+
+    def __init__(self, offset: int, block_size: int) -> None:
+        super().__init__(
+            f"whole blocks to append at token {offset}",
+            needed=f"a multiple of {block_size}",
+            remedy="truncate or fill the session to a block's end first",
+            offset=offset,
+            block_size=block_size,
+        )
+
+
+class UnknownPrefixError(FuelError):
+    """A prefix id that was never given out, or that has been released."""
+
+    def __init__(self, prefix: object) -> None:
+        super().__init__(
+            f"prefix {prefix}",
+            needed="a registered prefix",
+            remedy="use an id that register_prefix returned and release_prefix has not",
+            prefix=prefix,
+        )
+
+
+class PrefixNotFullyFilledError(FuelError):
+    """A prefix that is not made of whole blocks which the donor has filled."""
+
+
+class PrefixTargetNotEmptyError(FuelError):
+    """A prefix for position 0 of a session that holds tokens already."""
+
+
+class PrefixMismatchError(FuelError):
+    """A prompt that does not begin with the tokens of the prefix that it is to share."""

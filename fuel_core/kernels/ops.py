@@ -82,6 +82,62 @@ def write_kv(
     return q
 
 
+def write_paged_kv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    qk_norm: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """:func:`write_kv` into the blocks of a pool.
+
+    Args:
+        qkv, cos, sin, qk_norm: as there.
+        k_pool, v_pool: ``[num_blocks, block_size, Hkv, D]``.
+        slots: int64 ``[T]``, ``block * block_size + slot`` of each row; all different.
+
+    Returns:
+        The rotated Q, ``[T, Hq, D]``.
+    """
+    q: Tensor = _kernel("write_paged_kv", qkv.device)(qkv, cos, sin, k_pool, v_pool, slots, qk_norm)
+    return q
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    counts: Sequence[int],
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of many sessions' new tokens over their blocks.
+
+    Args:
+        q: ``[T, Hq, D]``; rows of one session stand together and are the last of its positions.
+        k_pool, v_pool: ``[num_blocks, block_size, Hkv, D]``.
+        block_table: int32 ``[B, W]``, each session's blocks in order; entries past its length are not read.
+        context_lens: int32 ``[B]``, the keys that each session has.
+        counts: how many rows of ``q`` each session has; their sum is T.
+        scale: of the scores; ``1/sqrt(D)`` where None.
+
+    Returns:
+        ``[T, Hq D]``. A session's rows depend on its own keys and on nothing else in the call.
+    """
+    args = (q, k_pool, v_pool, block_table, context_lens, counts, scale)
+    out: Tensor = _kernel("paged_attention", q.device)(*args)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs ``(i, i + D/2)`` of ``x [T, H, D]`` by the angles of float32 ``cos, sin [T, D/2]``."""
+    out: Tensor = _kernel("rotate", x.device)(x, cos, sin)
+    return out
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one session's new tokens over all that it has.
 

@@ -13,13 +13,16 @@ from torch import Tensor
 from fuel_core.contracts.checkpoint import QuantizedTensor
 from fuel_core.contracts.markers import hookimpl
 from fuel_core.contracts.requests import check_tokens
-from fuel_core.contracts.session import DecodeSession
+from fuel_core.contracts.session import DecodeSession, PagedDecodePlan
 from fuel_core.contracts.state import KeyValue, LayerStateSpec, ModelDims
-from fuel_core.contracts.tiers import DecodeModel
+from fuel_core.contracts.tiers import RaggedBatch, RaggedDecodeModel
 from fuel_core.kernels import ops
 from fuel_core.kv.cache import KvCache
+from fuel_core.kv.device_pool import DeviceKvPool
+from fuel_core.kv.pool import SessionHandle
 from fuel_core.layers.checks import check_cache, check_lockstep, check_room
 from fuel_core.layers.config import DecoderSizes
+from fuel_core.layers.paged import HeldStep, PagedStep, appended, check_batch, check_one_position, check_pool
 from fuel_core.layers.rope import Rope, rope_from_config
 from fuel_core.layers.step import ContiguousStep, Step
 from fuel_core.weights import Weights, take_plain
@@ -82,14 +85,21 @@ class DecoderParts:
         )
 
 
-class Decoder(DecodeModel):
-    """A pre-norm decoder with rotary attention. A family overrides :meth:`layer` and nothing else."""
+class Decoder(RaggedDecodeModel):
+    """A pre-norm decoder with rotary attention. A family overrides :meth:`layer` and has every tier.
+
+    Attributes:
+        parts: what surrounds the layers.
+        rope: the rotation, on the model's device.
+        eps: epsilon of every RMS norm.
+        device: where the weights are.
+    """
 
     def __init__(self, parts: DecoderParts) -> None:
         self.parts = parts
         self.eps = parts.norm_eps
         self.device = parts.final_norm.device
-        self._rope = parts.rope.to(self.device)
+        self.rope = parts.rope.to(self.device)
 
     @abstractmethod
     def layer(self, i: int, x: Tensor, step: Step) -> Tensor:
@@ -124,7 +134,7 @@ class Decoder(DecodeModel):
         check_tokens(tokens, self.vocab_size())
         check_cache(cache, self.parts.dims, self.device)
         check_room(cache, len(tokens), self.parts.max_context)
-        return self._run(tokens, [cache], [len(tokens)])[0]
+        return self._run_contiguous(tokens, [cache], [len(tokens)])[0]
 
     @hookimpl
     def supports_batched_decode(self) -> bool:
@@ -145,21 +155,73 @@ class Decoder(DecodeModel):
         for cache in caches:
             check_cache(cache, self.parts.dims, self.device)
             check_room(cache, 1, self.parts.max_context)
-        return self._run(last_tokens, caches, [1] * len(caches))
+        return self._run_contiguous(last_tokens, caches, [1] * len(caches))
+
+    @hookimpl
+    def forward_paged_step(self, token: int, pool: DeviceKvPool, session: SessionHandle) -> Tensor:
+        """See :meth:`PagedDecodeModel.forward_paged_step`."""
+        return self._run_paged(pool, [session], [[token]])[0]
+
+    @hookimpl
+    def forward_paged_step_batched(
+        self, tokens: Sequence[int], pool: DeviceKvPool, sessions: Sequence[SessionHandle]
+    ) -> Tensor:
+        """See :meth:`PagedDecodeModel.forward_paged_step_batched`."""
+        check_one_position(pool, sessions)
+        return self._run_paged(pool, sessions, [[token] for token in tokens])
+
+    @hookimpl
+    def forward_paged_step_persistent(
+        self,
+        token: int,
+        pool: DeviceKvPool,
+        session: SessionHandle,
+        max_blocks_cap: int,
+        plan: PagedDecodePlan,
+        decode_session: DecodeSession,
+    ) -> Tensor:
+        """See :meth:`PagedDecodeModel.forward_paged_step_persistent`."""
+        if plan is PagedDecodePlan.REPLAN:
+            decode_session.plan, decode_session.rebinds = None, 0
+            return self.forward_paged_step(token, pool, session)
+        return self._run_paged(pool, [session], [[token]], HeldStep(self, decode_session, max_blocks_cap))[0]
+
+    @hookimpl
+    def forward_paged_ragged(self, batch: RaggedBatch) -> Tensor:
+        """See :meth:`RaggedDecodeModel.forward_paged_ragged`."""
+        return self._run_paged(batch.pool, batch.sessions, batch.tokens)
+
+    def _run_contiguous(
+        self, tokens: Sequence[int], caches: Sequence[KvCache], counts: Sequence[int]
+    ) -> Tensor:
+        step = ContiguousStep(self.rope, caches, counts, self.device)
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)  # [T]
+        logits = self._run(ids, step, counts)
+        step.commit()
+        return logits
+
+    def _run_paged(
+        self,
+        pool: DeviceKvPool,
+        sessions: Sequence[SessionHandle],
+        tokens: Sequence[Sequence[int]],
+        held: HeldStep | None = None,
+    ) -> Tensor:
+        """Append the tokens and run them; the pool is as it was where that fails."""
+        check_pool(pool, self.parts.dims, self.device)
+        check_batch(pool, sessions, tokens, vocab_size=self.vocab_size(), max_context=self.parts.max_context)
+        counts = [len(new) for new in tokens]
+        with appended(pool, sessions, counts):
+            step = held.of(pool, sessions[0]) if held else PagedStep(self.rope, pool, sessions, counts)
+            step.bind([token for new in tokens for token in new])
+            return self._run(step.token_ids, step, counts)
 
     @torch.inference_mode()
-    def _run(self, tokens: Sequence[int], caches: Sequence[KvCache], counts: Sequence[int]) -> Tensor:
-        """Run the layers; float32 logits ``[len(caches), vocab]`` of each cache's last token."""
-        step = ContiguousStep(self._rope, caches, counts, self.device)
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)  # [T]
+    def _run(self, ids: Tensor, step: Step, counts: Sequence[int]) -> Tensor:
+        """Run the layers on ``ids [T]``; float32 logits ``[B, vocab]`` of each session's last token."""
         x = ops.embedding(ids, self.parts.embedding, self.parts.dtype)  # [T, hidden]
         for i in range(self.parts.dims.n_layers):
             x = self.layer(i, x, step)
         last = torch.tensor(counts, device=self.device).cumsum(0) - 1  # [B]
-        logits = self._head(x[last])
-        step.commit()
-        return logits
-
-    def _head(self, x: Tensor) -> Tensor:
-        x = ops.rms_norm(x, self.parts.final_norm, self.eps)  # [B, hidden]
+        x = ops.rms_norm(x[last], self.parts.final_norm, self.eps)  # [B, hidden]
         return ops.linear(x, self.parts.head).float()  # [B, vocab]

@@ -1,7 +1,17 @@
 """The kernels in plain PyTorch: they say what is right, on any device and in any float dtype."""
 
-from fuel_core.kernels.reference.attention import attention, write_kv
+from fuel_core.kernels.reference.attention import attention, paged_attention, rotate, write_kv, write_paged_kv
 from fuel_core.kernels.reference.linear import embedding, linear
 from fuel_core.kernels.reference.pointwise import rms_norm, silu_mul
 
-__all__ = ["attention", "embedding", "linear", "rms_norm", "silu_mul", "write_kv"]
+__all__ = [
+    "attention",
+    "embedding",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rotate",
+    "silu_mul",
+    "write_kv",
+    "write_paged_kv",
+]

@@ -123,7 +123,10 @@ def test_files_in_narrow_types_are_computed_in_the_type_that_is_asked_for(
     small: Path, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    assert_parity(load(tmp_path), ask_transformers(tmp_path, random_ids(70)))
+    model = load(tmp_path)
+    assert model.layers[0].mlp.down.weight.dtype == torch.bfloat16  # no larger than its file
+    assert model.parts.final_norm.dtype == torch.float32
+    assert_parity(model, ask_transformers(tmp_path, random_ids(70)))
 
 
 # What a fault would look like.
@@ -211,7 +214,7 @@ def test_positions_that_start_anew_in_each_chunk_are_seen(
     write = ops.write_kv
 
     def restarted(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> torch.Tensor:
-        angles = torch.arange(len(cos))[:, None] * model._rope.inv_freq
+        angles = torch.arange(len(cos))[:, None] * model.rope.inv_freq
         return write(qkv, angles.cos(), angles.sin(), *rest)
 
     monkeypatch.setattr(ops, "write_kv", restarted)

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from support_parity import DROPPED, SCALINGS, SMALL, altered, load, respell, write_model
+from support_parity import (
+    DROPPED,
+    SMALL,
+    altered,
+    load,
+    respell,
+    write_model,
+)
+from support_rope import SCALINGS
 
 from fuel_core import registry
 from fuel_core.contracts import BLOCK_TYPES, QuantizedTensor

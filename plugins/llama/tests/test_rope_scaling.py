@@ -9,8 +9,6 @@ import pytest
 import torch
 from support_parity import (
     DROPPED,
-    LONG,
-    SCALINGS,
     TOLERANCE,
     altered,
     ask_transformers,
@@ -23,6 +21,7 @@ from support_parity import (
     run,
     write_model,
 )
+from support_rope import LONG, SCALINGS
 from transformers import AutoConfig
 
 from fuel_core.contracts import DecodeSession
@@ -90,7 +89,7 @@ def test_every_spelling_of_a_scaling_means_the_same(
     rope = dict(SCALINGS[name])
     rope |= dict.fromkeys(("rope_type", "type") if kind == "both" else (kind,), rope.pop("rope_type"))
     other = respell(plain, tmp_path / "other", drop=["rope_parameters"], **{holder: rope}, rope_theta=10000.0)
-    usual, spelled = load(path)._rope, load(other)._rope
+    usual, spelled = load(path).rope, load(other).rope
     assert torch.equal(usual.inv_freq, spelled.inv_freq)
     assert (usual.attention_factor, usual.max_context) == (spelled.attention_factor, spelled.max_context)
     theirs = AutoConfig.from_pretrained(other).rope_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fuel_core import hookimpl
-from fuel_core.contracts import Capabilities, ModelFamily
+from fuel_core.contracts import TIERS, Capabilities, ModelFamily
 
 if TYPE_CHECKING:
     from fuel_core.contracts import DecodeModel
@@ -27,7 +27,7 @@ def _tiny_llama(*args: Any, **kwargs: Any) -> DecodeModel:
 def fuel_register_models() -> list[ModelFamily]:
     """The GGUF form of each family that this plugin can map."""
     capabilities = Capabilities(
-        tiers=("decode", "batched"),
+        tiers=TIERS,
         dtypes=("float32", "bfloat16", "float16"),
         devices=("cpu", "cuda"),
         weight_formats=("gguf",),

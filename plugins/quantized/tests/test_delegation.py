@@ -16,7 +16,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from fuel_plugin_quantized.llama import tiny_checkpoint
 from support_models import RecordingModel, distance, feed, feed_together, new_cache, scheduler_of
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from fuel_core import registry
 from fuel_core.contracts import DecodeModel, ModelDims, QuantizedTensor
 from fuel_core.schedule import Batched, RoundRobin
 from fuel_core.weights import MemoryCheckpoint
+from fuel_plugin_quantized.llama import tiny_checkpoint
 
 POSITION, STEPS = 40, 6
 PROMPT = [1 + i * 7 % 95 for i in range(POSITION)]

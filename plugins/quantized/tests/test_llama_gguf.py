@@ -7,17 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import GGMLQuantizationType as Kind
-from support_gguf import HALVES, random_blocks
 from support_parity import (
     DROPPED,
-    LONG,
-    SCALINGS,
     TOLERANCE,
     altered,
     ask_transformers,
@@ -25,138 +20,13 @@ from support_parity import (
     assert_parity,
     load,
     random_ids,
-    randomize,
     run,
 )
+from support_rope import LONG, SCALINGS
+from support_twins import KINDS, LINEAR, YARN, Twin, interleaved
 
 from fuel_core import registry
 from fuel_core.contracts import BLOCK_TYPES, QuantizedTensor
-from fuel_core.contracts.errors import CheckpointError, FuelError
-
-QUANTIZED_BY_GGUF = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-DRAWN = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
-KINDS = (*QUANTIZED_BY_GGUF, *DRAWN)
-MEAN_QUANT = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
-"""Where a block's minimum is this many scales, its values lie around zero."""
-
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-3,
-    "max_position_embeddings": 512,
-}
-K_SIZES = {
-    **SIZES,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
-
-
-def drawn_blocks(name: str, rows: int, columns: int, seed: int) -> np.ndarray:
-    """Random blocks of a format that ``gguf`` cannot write, of deviation ``1/sqrt(columns)``."""
-    blocks = random_blocks(BLOCK_TYPES[name], rows, columns, seed).view(-1, BLOCK_TYPES[name].bytes)
-    halves = torch.tensor([1.0, MEAN_QUANT.get(name, 0.0)])
-    for _ in range(2):  # once to measure, once at the right size
-        for half, start in zip(halves, HALVES[name], strict=False):
-            blocks[:, start : start + 2] = half.half().view(1).view(torch.uint8)
-        values = gguf.quants.dequantize(blocks.view(rows, -1).numpy(), Kind[name])
-        halves = halves / (values.std() * math.sqrt(columns))
-    return blocks.view(rows, -1).numpy()
-
-
-def encode(values: np.ndarray, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """What the file holds, and the float32 values that it stands for."""
-    if name in DRAWN:
-        data = drawn_blocks(name, *values.shape, seed)
-    else:
-        data = gguf.quants.quantize(values, Kind[name])
-    return data, gguf.quants.dequantize(data, Kind[name]).reshape(values.shape)
-
-
-def interleaved(rows: int, head_dim: int) -> list[int]:
-    """Which row of Transformers stands at each row of a GGUF file: pairs side by side, head by head."""
-    order = []
-    for head in range(rows // head_dim):
-        for pair in range(head_dim // 2):
-            order += [head * head_dim + pair, head * head_dim + head_dim // 2 + pair]
-    return order
-
-
-def gguf_keys(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "block_count": config["num_hidden_layers"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.dimension_count": config["head_dim"],
-        "rope.freq_base": 10000.0,
-        "vocab_size": config["vocab_size"],
-    }
-
-
-def add_keys(writer: gguf.GGUFWriter, keys: dict[str, Any]) -> None:
-    adders = {
-        str: writer.add_string,
-        float: writer.add_float32,
-        int: writer.add_uint32,
-        list: writer.add_array,
-    }
-    for key, value in keys.items():
-        if value is not DROPPED:
-            adders[type(value)](f"llama.{key}", value)
-
-
-class Twin:
-    """A random model, as a GGUF file and as a Transformers directory of the same values."""
-
-    def __init__(
-        self,
-        where: Path,
-        kind: str = "Q8_0",
-        *,
-        keys: dict[str, Any] | None = None,
-        divisors: list[float] | None = None,
-        architecture: str = "LlamaForCausalLM",
-        permuted: bool = True,
-        **config: Any,
-    ) -> None:
-        self.config = {**(K_SIZES if kind.endswith("_K") else SIZES), **config}
-        where.mkdir(exist_ok=True)
-        self.file, self.directory = where / "model.gguf", where / "transformers"
-        cls = getattr(transformers, architecture)
-        model = cls(cls.config_class(**self.config))
-        randomize(model)
-        writer = gguf.GGUFWriter(self.file, "llama")
-        add_keys(writer, {**gguf_keys(self.config), **(keys or {})})
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, self.config["num_hidden_layers"])
-        for place, (name, weight) in enumerate(model.named_parameters()):
-            known = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            order = slice(None)
-            if permuted and ("q_proj" in name or "k_proj" in name):
-                order = interleaved(weight.shape[0], self.config["head_dim"])
-            stored = kind if weight.ndim == 2 else "F32"
-            data, values = encode(weight.detach().numpy()[order], stored, seed=place)
-            writer.add_tensor(known, data, raw_dtype=Kind[stored])
-            with torch.no_grad():
-                weight[order] = torch.from_numpy(values.copy())
-        if divisors is not None:
-            writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        model.save_pretrained(self.directory)
 
 
 def matrices(model: Any) -> Iterator[tuple[int, int]]:
@@ -319,14 +189,6 @@ def test_rope_freqs_are_the_scaling_of_llama_3_1(kind: str, tmp_path: Path) -> N
     assert oracle.distance(run(unscaled, oracle.ids, [1]), [1]) < TOLERANCE
 
 
-LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-YARN = {
-    "rope.scaling.type": "yarn",
-    "rope.scaling.factor": 4.0,
-    "rope.scaling.original_context_length": 64,
-}
-
-
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
@@ -371,176 +233,3 @@ def test_a_window_makes_it_a_mistral(tmp_path: Path) -> None:
     assert model.max_context() == 24
     assert_parity(model, ask_transformers(twin.directory, random_ids(24)))
     assert load(altered(twin.file, **{"llama.attention.sliding_window": 0})).max_context() == 512
-
-
-# Refusals.
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    return Twin(tmp_path_factory.mktemp("twin"))
-
-
-def refusal(source: Any) -> CheckpointError:
-    with pytest.raises(CheckpointError) as refused:
-        load(source)
-    assert "\n" not in str(refused.value)
-    assert refused.value.needed
-    assert refused.value.remedy
-    return refused.value
-
-
-def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "other.gguf"
-    writer = gguf.GGUFWriter(path, "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(FuelError, match="mamba"):
-        load(path)
-
-
-REQUIRED = (
-    "embedding_length",
-    "feed_forward_length",
-    "block_count",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-    "context_length",
-)
-
-
-@pytest.mark.parametrize("key", REQUIRED)
-def test_a_key_that_is_missing_is_named(key: str, twin: Twin) -> None:
-    assert f"llama.{key}" in refusal(altered(twin.file, **{f"llama.{key}": DROPPED})).given
-
-
-@pytest.mark.parametrize(
-    "value", [-1, "three", True, np.array([3, 3]), ["3"], 1.5, 2**70], ids=lambda value: repr(value)
-)
-@pytest.mark.parametrize(
-    "key",
-    [
-        "embedding_length",
-        "feed_forward_length",
-        "block_count",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "rope.dimension_count",
-        "context_length",
-        "attention.sliding_window",
-    ],
-)
-def test_a_size_that_is_not_one_is_refused(key: str, value: Any, twin: Twin) -> None:
-    refusal(altered(twin.file, **{f"llama.{key}": value}))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("expert_count", 8),
-        ("rope.dimension_count", 16),
-        ("attention.key_length", 16),
-        ("attention.value_length", 16),
-        ("attention.head_count", 0),
-        ("block_count", 0),
-        ("rope.scaling.attn_factor", 1.5),
-        ("rope.scaling.yarn_attn_factor", 0.5),
-        ("rope.scaling.yarn_ext_factor", 0.0),
-        ("rope.scale_linear", 2.0),
-        ("expert_count", np.array([0, 8])),
-        ("attention.layer_norm_rms_epsilon", math.nan),
-        ("attention.layer_norm_rms_epsilon", "1e-5"),
-        ("rope.freq_base", "1e4"),
-        ("rope.scaling.type", 3),
-    ],
-    ids=str,
-)
-def test_a_value_that_no_llama_has_is_named(key: str, value: Any, twin: Twin) -> None:
-    given = refusal(altered(twin.file, **{f"llama.{key}": value})).given
-    # A head that is not rotated whole is seen from either of its two keys.
-    assert f"llama.{key}" in given or (key == "attention.key_length" and "rope.dimension_count" in given)
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, DROPPED, math.nan])
-def test_a_scaling_without_a_factor_is_refused(factor: Any, twin: Twin) -> None:
-    keys = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": factor}
-    assert "factor" in refusal(altered(twin.file, **keys)).given
-
-
-def test_an_unknown_scaling_is_named(twin: Twin) -> None:
-    keys = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}
-    assert "longrope" in refusal(altered(twin.file, **keys)).given
-
-
-@pytest.mark.parametrize(
-    "keys", [LINEAR, {"rope.scaling.factor": 4.0}, YARN], ids=["linear", "no type", "yarn"]
-)
-def test_two_scalings_at_once_are_refused(keys: dict[str, Any], twin: Twin) -> None:
-    divisors = {"rope_freqs.weight": torch.ones(16)}
-    assert load(altered(twin.file, add=divisors)).n_layers() == 2
-    both = altered(twin.file, add=divisors, **{f"llama.{key}": value for key, value in keys.items()})
-    assert "llama.rope.scaling.type" in refusal(both).given
-
-
-@pytest.mark.parametrize(
-    "divisors",
-    [torch.ones(15), torch.zeros(16), torch.ones(4, 4)],
-    ids=["short", "zero", "square"],
-)
-def test_divisors_that_fit_no_head_are_refused(divisors: torch.Tensor, twin: Twin) -> None:
-    error = refusal(altered(twin.file, add={"rope_freqs.weight": divisors}))
-    assert error.needed == "16 positive numbers"
-
-
-def test_divisors_in_blocks_are_refused(twin: Twin) -> None:
-    blocks = QuantizedTensor(torch.zeros(1, 34, dtype=torch.uint8), BLOCK_TYPES["Q8_0"], 32)
-    error = refusal(altered(twin.file, add={"rope_freqs.weight": blocks}))
-    assert "rope_freqs.weight in Q8_0" in error.given
-
-
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        ("output_norm.weight", "model.norm.weight"),
-        ("blk.1.attn_q.weight", "model.layers.1.self_attn.q_proj.weight"),
-        ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
-        ("blk.1.ffn_norm.weight", "model.layers.1.post_attention_layernorm.weight"),
-    ],
-)
-def test_a_weight_that_is_missing_or_of_another_shape_is_named(name: str, named: str, twin: Twin) -> None:
-    assert named in refusal(altered(twin.file, drop=[name])).given
-
-    def shorter(other: str, tensor: Any) -> Any:
-        if other != name:
-            return tensor
-        return tensor.select_rows(slice(0, 5)) if isinstance(tensor, QuantizedTensor) else tensor[:5]
-
-    assert f"{named} has the shape" in refusal(altered(twin.file, shorter)).given
-
-
-def test_an_embedding_that_is_missing_or_of_another_length_is_named(twin: Twin) -> None:
-    assert "no tensor token_embd.weight" in refusal(altered(twin.file, drop=["token_embd.weight"])).given
-    short = registry.open_checkpoint(twin.file).tensor("token_embd.weight").select_rows(slice(0, 5))
-    # The embedding says how many tokens there are, and so the head does not fit.
-    given = refusal(altered(twin.file, add={"token_embd.weight": short})).given
-    assert "lm_head.weight has the shape (97, 96)" in given
-
-
-def test_weights_left_over_are_named(twin: Twin) -> None:
-    for name in (
-        "blk.0.attn_q_norm.weight",
-        "blk.2.attn_q.weight",
-        "blk.0.ffn_gate_inp.weight",
-        "spare.bias",
-    ):
-        error = refusal(altered(twin.file, add={name: torch.zeros(32)}))
-        assert "left over" in error.given
-        assert name.split(".")[-2].removeprefix("attn_")[:3] in str(error)
-
-
-def test_gains_in_blocks_are_refused(twin: Twin) -> None:
-    blocks = registry.open_checkpoint(twin.file).tensor("blk.0.attn_q.weight").select_rows(slice(0, 1))
-    assert "model.norm.weight" in refusal(altered(twin.file, add={"output_norm.weight": blocks})).given

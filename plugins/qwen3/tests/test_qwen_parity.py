@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support_parity import (
-    LONG,
-    SCALINGS,
     SMALL,
     TOLERANCE,
     altered,
@@ -26,6 +24,7 @@ from support_parity import (
     run,
     write_model,
 )
+from support_rope import LONG, SCALINGS
 from transformers import AutoModelForCausalLM
 
 from fuel_core import registry

@@ -1,0 +1,523 @@
+"""Whatever is done to a pool, in whatever order, it is what a dict of lists would be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from support_block_pool import drained, make_pool, opened, refused
+
+from fuel_core.contracts.errors import (
+    BadBlockIndexError,
+    BadSpliceRangeError,
+    FuelError,
+    InvalidRequestError,
+    OffsetNotBlockAlignedError,
+    OutOfBlocksError,
+    PrefixNotFullyFilledError,
+    PrefixTargetNotEmptyError,
+    SessionNotResidentError,
+    UnknownPrefixError,
+    UnknownSessionError,
+)
+from fuel_core.kv import Evicted, EvictReport, Fidelity, PrefixId, SessionHandle, StateKind
+
+Slot: TypeAlias = "int | Evicted"
+"""A block, or the handle that took it away."""
+Wrong: TypeAlias = "type[FuelError] | bool"
+"""An error that is due, or False."""
+
+who = place = st.integers(0, 99)
+
+
+def inside(place: int, size: int) -> int:
+    """Mostly a number in ``[0, size)``, else the nearest one on either side."""
+    return place % size if size > 0 and place < 90 else (-1 if place % 2 else size)
+
+
+class NaivePool:
+    """Lists of blocks; every question is answered by counting anew."""
+
+    def __init__(self, total: int, size: int) -> None:
+        self.total, self.size = total, size
+        self.slots: dict[SessionHandle, list[Slot]] = {}
+        self.filled: dict[SessionHandle, int] = {}
+        self.prefixes: dict[PrefixId, list[int]] = {}
+        self.handles: list[Evicted] = []
+        self.spent: list[Evicted] = []
+
+    def blocks_of(self, tokens: int) -> int:
+        """Counted one by one, as no formula would."""
+        blocks = 0
+        while blocks * self.size < tokens:
+            blocks += 1
+        return blocks
+
+    def references(self) -> Counter[int]:
+        held: Counter[int] = Counter()
+        for blocks in [*self.slots.values(), *self.prefixes.values()]:
+            held.update(block for block in blocks if isinstance(block, int))
+        return held
+
+    def free(self) -> int:
+        return self.total - len(self.references())
+
+    def is_partial(self, session: SessionHandle) -> bool:
+        return self.blocks_of(self.filled[session]) * self.size != self.filled[session]
+
+    def lacks(self, slots: list[Slot]) -> bool:
+        return any(isinstance(slot, Evicted) for slot in slots)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Every call, right and wrong, beside the naive model, which says what is wrong with it."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    @initialize(num_blocks=st.integers(1, 20), block_size=st.integers(1, 4), tokens=st.integers(0, 12))
+    def start(self, num_blocks: int, block_size: int, tokens: int) -> None:
+        self.pool, self.model = make_pool(num_blocks, block_size), NaivePool(num_blocks, block_size)
+        self.closed: list[SessionHandle] = []
+        self.released: list[PrefixId] = []
+        elsewhere = make_pool(4, 1)
+        self.foreign = elsewhere.evict(opened(elsewhere, 2)).handle
+        self.open(tokens)
+        self.open(0)
+
+    # -- choosing, and what is due -------------------------------------------------------------
+
+    def session(self, who: int) -> SessionHandle:
+        """Mostly one that is open."""
+        live = list(self.model.slots)
+        if live and who < 95:
+            return live[who % len(live)]
+        return self.closed[-1] if self.closed else SessionHandle(-1 if who % 2 else 10**6)
+
+    def prefix(self, who: int) -> PrefixId:
+        live = list(self.model.prefixes)
+        if live and who < 95:
+            return live[who % len(live)]
+        return self.released[-1] if self.released else PrefixId(-1 if who % 2 else 10**6)
+
+    def is_refused(self, name: str, call: Callable[[], object], *wrong: Wrong) -> bool:
+        """Whether anything is wrong with a call; if so it was made, refused as it should be, and harmless."""
+        due = [error for error in wrong if error]
+        self.seen[f"{name}: {'refused' if due else 'served'}"] += 1
+        if not due:
+            return False
+        with refused(self.pool, *due):
+            call()
+        return True
+
+    def is_short(self, name: str, call: Callable[[], object], need: int) -> bool:
+        """Whether the pool has too few blocks; if so the call was made, and its error has the figures."""
+        if need <= self.model.free():
+            return False
+        self.seen[f"{name}: out of blocks"] += 1
+        with refused(self.pool, OutOfBlocksError) as caught:
+            call()
+        assert (caught.value.need, caught.value.have) == (need, self.model.free())
+        return True
+
+    def unknown(self, *sessions: SessionHandle) -> Wrong:
+        return any(session not in self.model.slots for session in sessions) and UnknownSessionError
+
+    def adopt(self, session: SessionHandle, count: int) -> None:
+        """The model takes over the blocks that the pool chose, after seeing that they were free."""
+        blocks = self.pool.session_blocks(session)
+        new = [block for block in blocks[len(blocks) - count :] if block is not None]
+        assert len(set(new)) == len(new) == count
+        assert not set(new) & set(self.model.references())
+        self.model.slots[session] += new
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    @rule(tokens=st.integers(0, 12))
+    def open(self, tokens: int) -> None:
+        session = self.pool.open()
+        assert session not in self.model.slots
+        assert session not in self.closed
+        self.model.slots[session], self.model.filled[session] = [], 0
+        self._append(session, tokens)
+
+    def length(self, session: SessionHandle) -> int:
+        return len(self.model.slots.get(session, []))
+
+    def range_of(self, session: SessionHandle, a: int, b: int) -> tuple[int, int]:
+        """Mostly a range of the session's slots."""
+        start = inside(a, self.length(session) + 1)
+        return start, start + inside(b, self.length(session) + 1 - start)
+
+    @rule(who=who, tokens=st.integers(-1, 12))
+    def append(self, who: int, tokens: int) -> None:
+        self._append(self.session(who), tokens)
+
+    def _append(self, session: SessionHandle, tokens: int) -> None:
+        model, wrong = self.model, [self.unknown(session), tokens < 0 and InvalidRequestError]
+        tail_is_shared = False
+        if not any(wrong):
+            tail = model.slots[session][-1:] if tokens and model.is_partial(session) else []
+            wrong.append(model.lacks(tail) and SessionNotResidentError)
+            tail_is_shared = any(model.references()[slot] > 1 for slot in tail if isinstance(slot, int))
+
+        def ask() -> int:
+            return self.pool.blocks_required_for(session, tokens)
+
+        def call() -> None:
+            self.pool.append(session, tokens)
+
+        if self.is_refused("append", call, *wrong):
+            assert self.is_refused("blocks_required_for", ask, *wrong)
+            return
+        filled = model.filled[session]
+        need = model.blocks_of(filled + tokens) - model.blocks_of(filled)
+        assert ask() == need + tail_is_shared
+        assert self.pool.blocks_required(filled, tokens) == need
+        if not self.is_short("append", call, need):
+            call()
+            self.adopt(session, need)
+            model.filled[session] += tokens
+
+    @rule(who=who, place=place)
+    def truncate(self, who: int, place: int) -> None:
+        session, model = self.session(who), self.model
+        tokens = inside(place, model.filled.get(session, 0) + 1)
+        too_many = tokens < 0 or tokens > model.filled.get(session, tokens)
+
+        def call() -> None:
+            self.pool.truncate(session, tokens)
+
+        if not self.is_refused("truncate", call, self.unknown(session), too_many and InvalidRequestError):
+            call()
+            del model.slots[session][model.blocks_of(tokens) :]
+            model.filled[session] = tokens
+
+    @rule(who=who)
+    def discard(self, who: int) -> None:
+        session = self.session(who)
+        if not self.is_refused("discard", lambda: self.pool.discard(session), self.unknown(session)):
+            self.pool.discard(session)
+            del self.model.slots[session], self.model.filled[session]
+            self.closed.append(session)
+
+    # -- eviction ------------------------------------------------------------------------------
+
+    @rule(who=who)
+    def evict(self, who: int) -> None:
+        session = self.session(who)
+
+        def call() -> EvictReport:
+            return self.pool.evict(session)
+
+        if not self.is_refused("evict", call, self.unknown(session)):
+            self.detach(session, range(len(self.model.slots[session])), call())
+
+    @rule(who=who, places=st.lists(place, max_size=3))
+    def evict_blocks(self, who: int, places: list[int]) -> None:
+        session = self.session(who)
+        indices = [inside(place, self.length(session)) for place in places]
+        slots = self.model.slots.get(session, [])
+        bad = len(set(indices)) < len(indices) or any(i not in range(len(slots)) for i in indices)
+
+        def call() -> EvictReport:
+            return self.pool.evict_blocks(session, indices)
+
+        if not self.is_refused("evict_blocks", call, self.unknown(session), bad and BadBlockIndexError):
+            self.detach(session, indices, call())
+
+    @rule(who=who, a=place, b=place)
+    def evict_range(self, who: int, a: int, b: int) -> None:
+        session = self.session(who)
+        start, end = self.range_of(session, a, b)
+        bad = not 0 <= start <= end <= self.length(session)
+
+        def call() -> EvictReport:
+            return self.pool.evict_range(session, start, end)
+
+        if not self.is_refused("evict_range", call, self.unknown(session), bad and BadBlockIndexError):
+            self.detach(session, range(start, end), call())
+
+    def detach(self, session: SessionHandle, named: Any, report: EvictReport) -> None:
+        slots, references, handle = self.model.slots[session], self.model.references(), report.handle
+        resident = {i: block for i in named if isinstance(block := slots[i], int)}
+        alone = [i for i, block in resident.items() if references[block] == 1]
+        assert (report.freed, report.still_shared) == (len(alone), len(resident) - len(alone))
+        assert (handle.session, list(handle.slots)) == (session, sorted(alone))
+        assert (handle.covers, handle.fidelity) == ((StateKind.KV_BLOCKS,), Fidelity.LOSSY)
+        for i in alone:
+            slots[i] = handle
+        self.model.handles.append(handle)
+        self.seen["detached"] += bool(alone)
+        self.seen["kept since shared"] += bool(report.still_shared)
+
+    @rule(who=who, which=st.integers(0, 31), into_its_own=st.booleans())
+    def restore(self, who: int, which: int, into_its_own: bool) -> None:
+        model = self.model
+        handles = [*model.handles, self.foreign]
+        handle = handles[which % len(handles)]
+        session = handle.session if into_its_own else self.session(who)
+        bad = handle in [*model.spent, self.foreign] or handle.session != session
+
+        def call() -> list[tuple[int, int]]:
+            return self.pool.restore(session, handle)
+
+        if self.is_refused("restore", call, self.unknown(session), bad and InvalidRequestError):
+            return
+        missing = [i for i, slot in enumerate(model.slots[session]) if slot is handle]
+        if self.is_short("restore", call, len(missing)):
+            return
+        pairs = call()
+        assert [slot for slot, _ in pairs] == missing
+        assert not {block for _, block in pairs} & set(model.references())
+        for slot, block in pairs:
+            model.slots[session][slot] = block
+        model.spent.append(handle)
+        self.seen["put back"] += bool(pairs)
+
+    # -- sharing -------------------------------------------------------------------------------
+
+    @rule(a=who, b=who, c=place, d=place)
+    def splice(self, a: int, b: int, c: int, d: int) -> None:
+        src, dst, model = self.session(a), self.session(b), self.model
+        start, end = self.range_of(src, c, d)
+        wrong = [self.unknown(src, dst)]
+        if not any(wrong):
+            exists = 0 <= start <= end <= len(model.slots[src])
+            wrong.append(not exists and BadSpliceRangeError)
+            wrong.append(exists and model.lacks(model.slots[src][start:end]) and SessionNotResidentError)
+            wrong.append(model.is_partial(dst) and OffsetNotBlockAlignedError)
+
+        def call() -> None:
+            self.pool.splice(src, dst, start, end)
+
+        if not self.is_refused("splice", call, *wrong):
+            call()
+            carried = [i for i in range(model.filled[src]) if start <= i // model.size < end]
+            model.slots[dst] += model.slots[src][start:end]
+            model.filled[dst] += len(carried)
+
+    @rule(who=who, place=place)
+    def cow_break(self, who: int, place: int) -> None:
+        session, model = self.session(who), self.model
+        slot = inside(place, self.length(session))
+        wrong = [self.unknown(session)]
+        if not any(wrong):
+            exists = 0 <= slot < len(model.slots[session])
+            wrong.append(not exists and BadBlockIndexError)
+            wrong.append(exists and model.lacks([model.slots[session][slot]]) and SessionNotResidentError)
+
+        def call() -> tuple[int, int] | None:
+            return self.pool.cow_break(session, slot)
+
+        if self.is_refused("cow_break", call, *wrong):
+            return
+        old = model.slots[session][slot]
+        assert isinstance(old, int)
+        if model.references()[old] == 1:
+            assert call() is None
+        elif not self.is_short("cow_break", call, 1):
+            pair = call()
+            assert pair is not None
+            assert pair[0] == old
+            assert pair[1] not in model.references()
+            model.slots[session][slot] = pair[1]
+            self.seen["broken"] += 1
+
+    # -- prefixes ------------------------------------------------------------------------------
+
+    @rule(who=who, place=place, more=st.sampled_from([0, 0, 0, 1]))
+    def register_prefix(self, who: int, place: int, more: int) -> None:
+        donor, model = self.session(who), self.model
+        blocks = inside(place, self.length(donor)) + 1
+        tokens = blocks * model.size + more
+        wrong = [self.unknown(donor)]
+        if not any(wrong):
+            sizes = [n * model.size for n in range(1, len(model.slots[donor]) + 1)]
+            whole = tokens in sizes and tokens <= model.filled[donor]
+            wrong.append(not whole and PrefixNotFullyFilledError)
+            wrong.append(whole and model.lacks(model.slots[donor][:blocks]) and SessionNotResidentError)
+
+        def call() -> PrefixId:
+            return self.pool.register_prefix(donor, tokens)
+
+        if not self.is_refused("register_prefix", call, *wrong):
+            prefix = call()
+            assert prefix not in [*model.prefixes, *self.released]
+            held = model.slots[donor][: model.blocks_of(tokens)]
+            model.prefixes[prefix] = [block for block in held if isinstance(block, int)]
+
+    def unknown_prefix(self, prefix: PrefixId) -> Wrong:
+        return prefix not in self.model.prefixes and UnknownPrefixError
+
+    @rule(who=who)
+    def release_prefix(self, who: int) -> None:
+        prefix = self.prefix(who)
+
+        def call() -> None:
+            self.pool.release_prefix(prefix)
+
+        if not self.is_refused("release_prefix", call, self.unknown_prefix(prefix)):
+            call()
+            del self.model.prefixes[prefix]
+            self.released.append(prefix)
+
+    @rule(a=who, b=who, is_new=st.booleans())
+    def splice_prefix_from(self, a: int, b: int, is_new: bool) -> None:
+        if is_new:
+            self.open(0)
+        model, prefix = self.model, self.prefix(a)
+        dst = list(model.slots)[-1] if is_new else self.session(b)
+        wrong = [self.unknown_prefix(prefix), self.unknown(dst)]
+        wrong.append(model.filled.get(dst, 0) > 0 and PrefixTargetNotEmptyError)
+
+        def call() -> int:
+            return self.pool.splice_prefix_from(prefix, dst)
+
+        if not self.is_refused("splice_prefix_from", call, *wrong):
+            assert call() == len(model.prefixes[prefix]) * model.size
+            model.slots[dst] += model.prefixes[prefix]
+            model.filled[dst] = len(model.prefixes[prefix]) * model.size
+
+    @rule(a=who, b=who)
+    def alloc_shifted_prefix_slots(self, a: int, b: int) -> None:
+        model, prefix, dst = self.model, self.prefix(a), self.session(b)
+        wrong = [self.unknown_prefix(prefix), self.unknown(dst)]
+        if not any(wrong):
+            wrong.append(model.is_partial(dst) and OffsetNotBlockAlignedError)
+
+        def call() -> tuple[int, list[tuple[int, int]]]:
+            return self.pool.alloc_shifted_prefix_slots(prefix, dst)
+
+        if self.is_refused("alloc_shifted_prefix_slots", call, *wrong):
+            return
+        source = model.prefixes[prefix]
+        if not self.is_short("alloc_shifted_prefix_slots", call, len(source)):
+            offset, pairs = call()
+            self.adopt(dst, len(source))
+            assert offset == model.filled[dst]
+            assert pairs == list(zip(source, model.slots[dst][-len(source) :], strict=True))
+            model.filled[dst] += len(source) * model.size
+
+    # -- questions -----------------------------------------------------------------------------
+
+    @rule(who=st.integers(95, 99), block=st.sampled_from([-1, 0]))
+    def ask_about_what_is_not_there(self, who: int, block: int) -> None:
+        questions: list[Callable[[SessionHandle], object]] = [
+            self.pool.filled_tokens,
+            self.pool.session_blocks,
+            self.pool.session_block_table,
+            lambda session: self.pool.resident_block(session, 0),
+        ]
+        for question in questions:
+            with refused(self.pool, UnknownSessionError):
+                question(self.session(who))
+        with refused(self.pool, UnknownPrefixError):
+            self.pool.prefix_blocks(self.prefix(who))
+        with refused(self.pool, BadBlockIndexError):
+            self.pool.block_refcount(block or self.model.total)
+
+    @invariant()
+    def every_session_and_prefix_is_the_model_s(self) -> None:
+        for session, slots in self.model.slots.items():
+            assert self.pool.filled_tokens(session) == self.model.filled[session]
+            seen = [None if isinstance(slot, Evicted) else slot for slot in slots]
+            assert list(self.pool.session_blocks(session)) == seen
+        for prefix, blocks in self.model.prefixes.items():
+            assert list(self.pool.prefix_blocks(prefix)) == blocks
+
+    @invariant()
+    def a_table_is_never_read_through_an_evicted_slot(self) -> None:
+        for session, slots in self.model.slots.items():
+            gone = [i for i, slot in enumerate(slots) if isinstance(slot, Evicted)]
+            if gone:
+                with pytest.raises(SessionNotResidentError) as caught:
+                    self.pool.session_block_table(session)
+                assert caught.value.slot == gone[0]
+            else:
+                assert list(self.pool.session_block_table(session)) == slots
+            for i, slot in enumerate(slots):
+                if i in gone:
+                    with pytest.raises(SessionNotResidentError) as caught:
+                        self.pool.resident_block(session, i)
+                    assert caught.value.slot == i
+                else:
+                    assert self.pool.resident_block(session, i) == slot
+
+    @invariant()
+    def reference_counts_are_the_references(self) -> None:
+        references = self.model.references()
+        for block in range(self.model.total):
+            assert self.pool.block_refcount(block) == references[block]
+
+    @invariant()
+    def free_and_held_blocks_are_all_blocks_each_once(self) -> None:
+        free, held = drained(self.pool), set(self.model.references())
+        assert len(set(free)) == len(free) == self.pool.free_blocks
+        assert sorted([*free, *held]) == list(range(self.model.total))
+
+    @invariant()
+    def capacity_and_bytes_follow(self) -> None:
+        capacity, free = self.pool.capacity(), self.model.free()
+        assert (capacity.free_blocks, capacity.total_blocks) == (free, self.model.total)
+        # 2 layers, K and V, 3 heads, 4 values of 2 bytes.
+        assert self.pool.kv_bytes_resident == (self.model.total - free) * self.model.size * 2 * 2 * 3 * 4 * 2
+
+    @invariant()
+    def fills_end_in_the_last_block(self) -> None:
+        for session, blocks in ((s, self.pool.session_blocks(s)) for s in self.model.slots):
+            assert len(blocks) == self.model.blocks_of(self.pool.filled_tokens(session))
+
+    def teardown(self) -> None:
+        if hasattr(self, "model"):
+            for session in self.model.slots:
+                self.pool.discard(session)
+            for prefix in self.model.prefixes:
+                self.pool.release_prefix(prefix)
+            assert self.pool.kv_bytes_resident == 0
+            assert sorted(drained(self.pool)) == list(range(self.model.total))
+
+
+CALLS = (
+    "append",
+    "truncate",
+    "discard",
+    "evict",
+    "evict_blocks",
+    "evict_range",
+    "restore",
+    "splice",
+    "cow_break",
+    "register_prefix",
+    "release_prefix",
+    "splice_prefix_from",
+    "alloc_shifted_prefix_slots",
+)
+ALLOCATING = ("append", "restore", "cow_break", "alloc_shifted_prefix_slots")
+
+
+def test_the_pool_is_the_naive_model_after_any_sequence_of_right_and_wrong_calls() -> None:
+    PoolMachine.seen.clear()
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        PoolMachine,
+        settings=settings(
+            max_examples=120,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    due = [f"{call}: {end}" for call in CALLS for end in ("served", "refused")]
+    due += [f"{call}: out of blocks" for call in ALLOCATING]
+    due += ["detached", "kept since shared", "put back", "broken"]
+    assert not [end for end in due if PoolMachine.seen[end] == 0]
