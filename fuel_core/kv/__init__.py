@@ -9,8 +9,13 @@ from fuel_core.kv.pool import KvBlockPool, PrefixId
 
 if TYPE_CHECKING:
     from fuel_core.kv.cache import KvCache
+    from fuel_core.kv.device_pool import DeviceEvicted, DeviceKvPool, PageTable
+    from fuel_core.kv.storage import BlockKind
 
 __all__ = [
+    "BlockKind",
+    "DeviceEvicted",
+    "DeviceKvPool",
     "EvictReport",
     "Evicted",
     "Fidelity",
@@ -19,14 +24,23 @@ __all__ = [
     "KvCache",
     "KvGeometry",
     "KvMemoryBudget",
+    "PageTable",
     "PoolCapacity",
     "PrefixId",
     "SessionHandle",
     "StateKind",
 ]
 
+_HOMES = {
+    "BlockKind": "storage",
+    "DeviceEvicted": "device_pool",
+    "DeviceKvPool": "device_pool",
+    "KvCache": "cache",
+    "PageTable": "device_pool",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "KvCache":
-        return import_module("fuel_core.kv.cache").KvCache
+    if name in _HOMES:
+        return getattr(import_module(f"fuel_core.kv.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import attrs
 
 from fuel_core.contracts.errors import InvalidRequestError
-from fuel_core.schedule.session import SessionId, SessionState
+from fuel_core.schedule.session import Session, SessionId
+
+S = TypeVar("S", bound=Session)
 
 
 @attrs.frozen
@@ -46,15 +49,14 @@ class StepReport:
     used_batched_arm: bool = False
 
 
-def batches(sessions: Iterable[SessionState], max_batch: int) -> Iterator[list[SessionState]]:
-    """Cut sessions into passes: those of one length, capacity and dtype together, ``max_batch`` at most.
+def batches(sessions: Iterable[S], key: Callable[[S], object], max_batch: int) -> Iterator[list[S]]:
+    """Cut sessions into passes: those of one key together, ``max_batch`` at most.
 
     A pass of one is to be run serially.
     """
-    groups: dict[object, list[SessionState]] = {}
+    groups: dict[object, list[S]] = {}
     for session in sessions:
-        cache = session.cache
-        groups.setdefault((cache.cached_len, cache.max_seq_len, cache.dtype), []).append(session)
+        groups.setdefault(key(session), []).append(session)
     for group in groups.values():
         for start in range(0, len(group), max_batch):
             yield group[start : start + max_batch]

@@ -27,8 +27,8 @@ class SessionPhase(Enum):
     FINISHED = "finished"
 
 
-class SessionState:
-    """The state of one session.
+class Session:
+    """What every session is, wherever its keys and values are.
 
     Attributes:
         id: its identity within a scheduler.
@@ -38,28 +38,23 @@ class SessionState:
         finish_reason, error: set when it finishes; ``error`` only for ``FinishReason.ERROR``.
         eos_ids: ids that end it; empty means none.
         remaining: tokens that it may still generate.
-        cache: its keys and values, with room for prompt and output.
         decode_session: the model's own holder.
         last_logits: float32 ``[vocab]`` waiting to be sampled, or None.
 
     Raises:
         InvalidRequestError: an empty prompt, an id outside the vocabulary, or ``max_new_tokens`` below 1 or
             below ``min_new_tokens``.
-        CapacityError: no memory for the cache.
     """
 
     def __init__(
         self,
         id: SessionId,
-        dims: ModelDims,
         vocab_size: int,
         prompt: Sequence[int],
         sampling: SamplingParams,
         *,
         eos_ids: Iterable[int] = (),
         max_new_tokens: int,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         check_tokens(prompt, vocab_size)
         check_lengths(sampling, max_new_tokens)
@@ -72,14 +67,6 @@ class SessionState:
         self.eos_ids = frozenset(eos_ids)
         self.remaining = max_new_tokens
         self.sampler = SamplerState(sampling, prompt, eos_ids=self.eos_ids, vocab_size=vocab_size)
-        self.cache = KvCache(
-            dims.n_layers,
-            dims.n_kv_heads,
-            dims.head_dim,
-            len(prompt) + max_new_tokens,
-            dtype=dtype,
-            device=device,
-        )
         self.decode_session = DecodeSession()
         self.last_logits: Tensor | None = None
 
@@ -129,3 +116,35 @@ class SessionState:
         if self.is_ready:
             self.phase, self.finish_reason, self.error = SessionPhase.FINISHED, reason, error
             self.last_logits = None
+
+
+class SessionState(Session):
+    """A session with a contiguous cache of its own, with room for prompt and output.
+
+    Raises:
+        InvalidRequestError: as :class:`Session`.
+        CapacityError: no memory for the cache.
+    """
+
+    def __init__(
+        self,
+        id: SessionId,
+        dims: ModelDims,
+        vocab_size: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        eos_ids: Iterable[int] = (),
+        max_new_tokens: int,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(id, vocab_size, prompt, sampling, eos_ids=eos_ids, max_new_tokens=max_new_tokens)
+        self.cache = KvCache(
+            dims.n_layers,
+            dims.n_kv_heads,
+            dims.head_dim,
+            len(prompt) + max_new_tokens,
+            dtype=dtype,
+            device=device,
+        )

@@ -30,6 +30,7 @@ from fuel_core.contracts.errors import (
 )
 from fuel_core.schedule import Batched, RoundRobin, SessionId, SessionScheduler, SessionState
 from fuel_core.schedule.policy import batches
+from fuel_core.schedule.scheduler import lockstep
 
 PROMPTS = ((1, 2, 3), (4, 5, 6), (7, 8, 9))
 TOLERANCE = 1e-4
@@ -151,7 +152,7 @@ def test_sessions_that_differ_in_length_capacity_or_dtype_are_never_grouped(mode
         state_of(model, (1, 2, 3), 8, torch.float32),
         state_of(model, (1, 2, 3), 9, torch.bfloat16),
     ]
-    passes = list(batches([base[0], *apart, base[1]], 4))
+    passes = list(batches([base[0], *apart, base[1]], lockstep, 4))
     assert passes == [base, *([state] for state in apart)]
     assert list(batches([base[0]], 4)) == [[base[0]]]
     assert list(batches([], 4)) == []

@@ -93,7 +93,8 @@ class PoolMachine(RuleBasedStateMachine):
         elsewhere = make_pool(4, 1)
         self.foreign = elsewhere.evict(opened(elsewhere, 2)).handle
         self.open(tokens)
-        self.open(0)
+        self.register_prefix(0, 0, 0)
+        self.fork(0)
 
     # -- choosing, and what is due -------------------------------------------------------------
 
@@ -159,6 +160,11 @@ class PoolMachine(RuleBasedStateMachine):
         start = inside(a, self.length(session) + 1)
         return start, start + inside(b, self.length(session) + 1 - start)
 
+    @rule(left=st.integers(0, 1))
+    def exhaust(self, left: int) -> None:
+        """So that what needs a block is often short of one."""
+        self.open(max(0, self.model.free() - left) * self.model.size)
+
     @rule(who=who, tokens=st.integers(-1, 12))
     def append(self, who: int, tokens: int) -> None:
         self._append(self.session(who), tokens)
@@ -215,7 +221,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(who=who)
     def evict(self, who: int) -> None:
-        session = self.session(who)
+        self._evict(self.session(who))
+
+    @rule(tokens=st.integers(1, 12))
+    def evict_what_is_new(self, tokens: int) -> None:
+        self.open(tokens)
+        self._evict(list(self.model.slots)[-1])
+
+    def _evict(self, session: SessionHandle) -> None:
 
         def call() -> EvictReport:
             return self.pool.evict(session)
@@ -261,12 +274,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.seen["detached"] += bool(alone)
         self.seen["kept since shared"] += bool(report.still_shared)
 
-    @rule(who=who, which=st.integers(0, 31), into_its_own=st.booleans())
-    def restore(self, who: int, which: int, into_its_own: bool) -> None:
+    @rule(who=who, which=place)
+    def restore(self, who: int, which: int) -> None:
+        handles = [*self.model.handles, self.foreign]
+        self._restore(self.session(who), handles[which % len(handles)])
+
+    @rule(which=place)
+    def restore_what_is_missing(self, which: int) -> None:
+        good = [slot for slots in self.model.slots.values() for slot in slots if isinstance(slot, Evicted)]
+        if good:
+            handle = good[which % len(good)]
+            self._restore(handle.session, handle)
+
+    def _restore(self, session: SessionHandle, handle: Evicted) -> None:
         model = self.model
-        handles = [*model.handles, self.foreign]
-        handle = handles[which % len(handles)]
-        session = handle.session if into_its_own else self.session(who)
         bad = handle in [*model.spent, self.foreign] or handle.session != session
 
         def call() -> list[tuple[int, int]]:
@@ -289,8 +310,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(a=who, b=who, c=place, d=place)
     def splice(self, a: int, b: int, c: int, d: int) -> None:
-        src, dst, model = self.session(a), self.session(b), self.model
-        start, end = self.range_of(src, c, d)
+        src = self.session(a)
+        self._splice(src, self.session(b), *self.range_of(src, c, d))
+
+    @rule(who=who)
+    def fork(self, who: int) -> None:
+        src = self.session(who)
+        self.open(0)
+        self._splice(src, list(self.model.slots)[-1], 0, self.length(src))
+
+    def _splice(self, src: SessionHandle, dst: SessionHandle, start: int, end: int) -> None:
+        model = self.model
         wrong = [self.unknown(src, dst)]
         if not any(wrong):
             exists = 0 <= start <= end <= len(model.slots[src])
@@ -309,8 +339,23 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(who=who, place=place)
     def cow_break(self, who: int, place: int) -> None:
-        session, model = self.session(who), self.model
-        slot = inside(place, self.length(session))
+        session = self.session(who)
+        self._cow_break(session, inside(place, self.length(session)))
+
+    @rule(who=who)
+    def cow_break_a_share(self, who: int) -> None:
+        references = self.model.references()
+        shared = [
+            (session, i)
+            for session, slots in self.model.slots.items()
+            for i, slot in enumerate(slots)
+            if isinstance(slot, int) and references[slot] > 1
+        ]
+        if shared:
+            self._cow_break(*shared[who % len(shared)])
+
+    def _cow_break(self, session: SessionHandle, slot: int) -> None:
+        model = self.model
         wrong = [self.unknown(session)]
         if not any(wrong):
             exists = 0 <= slot < len(model.slots[session])
@@ -511,7 +556,7 @@ def test_the_pool_is_the_naive_model_after_any_sequence_of_right_and_wrong_calls
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         PoolMachine,
         settings=settings(
-            max_examples=120,
+            max_examples=200,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
