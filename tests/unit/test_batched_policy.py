@@ -154,8 +154,8 @@ def test_sessions_that_differ_in_length_capacity_or_dtype_are_never_grouped(mode
     ]
     passes = list(batches([base[0], *apart, base[1]], lockstep, 4))
     assert passes == [base, *([state] for state in apart)]
-    assert list(batches([base[0]], 4)) == [[base[0]]]
-    assert list(batches([], 4)) == []
+    assert list(batches([base[0]], lockstep, 4)) == [[base[0]]]
+    assert list(batches([], lockstep, 4)) == []
 
 
 @pytest.mark.parametrize(
