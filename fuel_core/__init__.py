@@ -11,19 +11,31 @@ from typing import TYPE_CHECKING, Any
 from fuel_core.contracts import FuelError, SamplingParams, hookimpl, hookspec
 
 if TYPE_CHECKING:
-    from fuel_core.engine import Completion, Delta, Loaded, Timing, generate, load, stream
+    from fuel_core.engine import (
+        Completion,
+        Delta,
+        Engine,
+        Loaded,
+        Timing,
+        build_engine,
+        generate,
+        load,
+        stream,
+    )
 
 __version__ = "0.1.0"
 
-_ENGINE = ("Completion", "Delta", "Loaded", "Timing", "generate", "load", "stream")
+_ENGINE = ("Completion", "Delta", "Engine", "Loaded", "Timing", "build_engine", "generate", "load", "stream")
 
 __all__ = [
     "Completion",
     "Delta",
+    "Engine",
     "FuelError",
     "Loaded",
     "SamplingParams",
     "Timing",
+    "build_engine",
     "generate",
     "hookimpl",
     "hookspec",

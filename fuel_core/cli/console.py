@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,9 @@ def load_model(ref: str, device: str, dtype: str) -> tuple[Loaded, float]:
 
 def peak_memory_mb() -> float:
     """The most memory that this process has had resident, in MB (10⁶ bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+    from fuel_core.kv.residency import peak_resident_bytes
+
+    return peak_resident_bytes() / 1e6
 
 
 def one_line(text: object) -> str:

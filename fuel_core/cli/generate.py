@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 @click.option(
     "--prompts-file", type=click.Path(path_type=Path), help="A prompt per line; - is standard input."
 )
-@click.option("--max-batch", type=int, default=16, show_default=True, help="Prompts that run at a time.")
+@click.option("--max-batch", type=int, default=32, show_default=True, help="Prompts that run at a time.")
+@click.option("--scheduler", default="auto", show_default=True, help="auto, paged or contiguous.")
+@click.option(
+    "--kv-memory", default="auto", show_default=True, metavar="SIZE", help="auto, 2GiB, 500MB, 40%, ..."
+)
 @runtime_options
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per prompt, one per line.")
 @click.option("--stats", is_flag=True, help="Figures on standard error.")
@@ -82,7 +86,7 @@ def _run(
 ) -> list[Completion]:
     from fuel_core.engine import stream
 
-    limits = {"max_new_tokens": options["max_new_tokens"], "max_batch": options["max_batch"]}
+    limits = {name: options[name] for name in ("max_new_tokens", "max_batch", "scheduler", "kv_memory")}
     completions = []
     for delta in in_order(stream(loaded, inputs, params, **limits)):
         show(delta)

@@ -3,5 +3,7 @@
 from fuel_core.engine.generation import generate, stream
 from fuel_core.engine.loading import Loaded, load
 from fuel_core.engine.results import Completion, Delta, Timing
+from fuel_core.engine.serving import Engine
+from fuel_core.engine.sizing import build_engine
 
-__all__ = ["Completion", "Delta", "Loaded", "Timing", "generate", "load", "stream"]
+__all__ = ["Completion", "Delta", "Engine", "Loaded", "Timing", "build_engine", "generate", "load", "stream"]

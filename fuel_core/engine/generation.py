@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from fuel_core.contracts import SamplingParams
+from fuel_core.contracts import RaggedDecodeModel, SamplingParams
 from fuel_core.contracts.errors import FuelError, InvalidRequestError
 from fuel_core.contracts.requests import check_request
 from fuel_core.engine.loading import Loaded, load
-from fuel_core.engine.output import Request, Run
+from fuel_core.engine.output import Request
 from fuel_core.engine.results import Completion, Delta
+from fuel_core.engine.runs import ContiguousRun, PagedRun, blocks_of
+from fuel_core.engine.serving import Engine
+from fuel_core.engine.sizing import build_engine
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -22,7 +25,10 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     max_new_tokens: int = 64,
-    max_batch: int = 16,
+    max_batch: int = 32,
+    scheduler: str = "auto",
+    kv_memory: str = "auto",
+    engine: Engine | None = None,
 ) -> list[Completion]:
     """Generate for every prompt, side by side.
 
@@ -32,6 +38,10 @@ def generate(
         params: for all prompts, or one for each; None is greedy.
         max_new_tokens: the most that a prompt may generate.
         max_batch: the most prompts that run at a time; the others wait in order.
+        scheduler: ``paged`` (one pool, continuous batching), ``contiguous`` (a cache for each prompt), or
+            ``auto``: paged where the model can.
+        kv_memory: for the paged scheduler; see :func:`build_engine`.
+        engine: one to run on, which keeps its prefix cache between calls; None makes one for this call.
 
     Returns:
         One completion per prompt, in order. One that failed while running has ``finish_reason`` ``error`` and
@@ -39,8 +49,10 @@ def generate(
 
     Raises:
         InvalidRequestError: a prompt or parameter that cannot be served, before anything has run.
+        CapacityError: a prompt that needs more KV memory than there is, before anything has run.
     """
-    deltas = stream(model, prompts, params, max_new_tokens=max_new_tokens, max_batch=max_batch)
+    options = {"max_batch": max_batch, "scheduler": scheduler, "kv_memory": kv_memory, "engine": engine}
+    deltas = stream(model, prompts, params, max_new_tokens=max_new_tokens, **options)  # type: ignore[arg-type]
     completions = {delta.index: delta.completion for delta in deltas if delta.completion is not None}
     return [completions[index] for index in sorted(completions)]
 
@@ -51,15 +63,36 @@ def stream(
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     max_new_tokens: int = 64,
-    max_batch: int = 16,
+    max_batch: int = 32,
+    scheduler: str = "auto",
+    kv_memory: str = "auto",
+    engine: Engine | None = None,
 ) -> Iterator[Delta]:
     """:func:`generate`, delta by delta as the tokens come; closing the iterator ends all prompts.
 
     Raises:
-        InvalidRequestError: when called, not when first iterated.
+        InvalidRequestError, CapacityError: when called, not when first iterated.
     """
     loaded = model if isinstance(model, Loaded) else load(model)
-    return iter(Run(loaded, _requests(loaded, prompts, params, max_new_tokens), max_batch))
+    requests = _requests(loaded, prompts, params, max_new_tokens)
+    if not requests:
+        return iter(())
+    if engine is None and _is_contiguous(scheduler, loaded):
+        return iter(ContiguousRun(loaded, requests, max_batch))
+    if engine is None:
+        # More blocks than all requests can fill would be of no use.
+        useful = sum(map(blocks_of, requests)) + 1
+        engine = build_engine(loaded, kv_memory=kv_memory, max_batch=max_batch, max_blocks=useful)
+    return iter(PagedRun(loaded, engine, requests))
+
+
+def _is_contiguous(scheduler: str, loaded: Loaded) -> bool:
+    if scheduler not in ("auto", "paged", "contiguous"):
+        raise InvalidRequestError(
+            f"scheduler {scheduler!r}", needed="auto, paged or contiguous", remedy="choose one of them"
+        )
+    pageable = isinstance(loaded.model, RaggedDecodeModel)
+    return scheduler == "contiguous" or (scheduler == "auto" and not pageable)
 
 
 def _requests(

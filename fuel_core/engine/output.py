@@ -1,23 +1,16 @@
-"""Many requests on one scheduler: who runs, and what each has said so far."""
+"""What one request has said so far: tokens in, text out."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 
 from fuel_core.contracts import FinishReason, SamplingParams
-from fuel_core.contracts.errors import CapacityError
-from fuel_core.engine.loading import Loaded
 from fuel_core.engine.results import Completion, Delta, Timing
-from fuel_core.kv import KvBudget
 from fuel_core.sampling import StopStrings
-from fuel_core.schedule import Batched, SessionId, SessionScheduler, SessionState
 from fuel_core.text import Tokenizer
-
-_BLOCK_SIZE = 16
 
 
 @attrs.frozen
@@ -91,66 +84,3 @@ class Output:
         elapsed = self._last - self._first
         rate = (len(self._ids) - 1) / elapsed if elapsed > 0 else 0.0
         return Timing(self._first - self._start, self._last - self._start, rate)
-
-
-class Run:
-    """Iterating runs the requests to their end, ``max_batch`` at a time in order, and yields their deltas."""
-
-    def __init__(self, loaded: Loaded, requests: Sequence[Request], max_batch: int) -> None:
-        self._loaded = loaded
-        self._policy = Batched(max_batch)
-        self._waiting = deque(requests)
-        self._running: dict[SessionId, Output] = {}
-        self._start = time.perf_counter()
-
-    def __iter__(self) -> Iterator[Delta]:
-        if not self._waiting:
-            return
-        scheduler = SessionScheduler(
-            self._loaded.model,
-            self._budget(),
-            policy=self._policy,
-            device=self._loaded.device,
-            dtype=self._loaded.dtype,
-        )
-        while self._waiting or self._running:
-            yield from self._admit(scheduler)
-            scheduler.step()
-            for id in list(self._running):
-                yield from self._collect(scheduler, scheduler.session(id))
-            scheduler.reap_finished()
-
-    def _budget(self) -> KvBudget:
-        """Room for any ``max_batch`` of the requests."""
-        sizes = sorted((len(r.tokens) + r.max_new_tokens for r in self._waiting), reverse=True)
-        blocks = sum(-(-size // _BLOCK_SIZE) for size in sizes[: self._policy.max_batch])
-        return KvBudget(_BLOCK_SIZE, blocks)
-
-    def _admit(self, scheduler: SessionScheduler) -> Iterator[Delta]:
-        while self._waiting and len(self._running) < self._policy.max_batch:
-            request = self._waiting[0]
-            output = Output(request, self._loaded.tokenizer, self._start)
-            try:
-                id = scheduler.add_session(
-                    request.tokens,
-                    request.params,
-                    eos_ids=self._loaded.eos_ids,
-                    max_new_tokens=request.max_new_tokens,
-                )
-            except CapacityError as error:
-                if self._running:
-                    return  # it fits once another has finished
-                yield output.finish(FinishReason.ERROR, error)
-            else:
-                self._running[id] = output
-            self._waiting.popleft()
-
-    def _collect(self, scheduler: SessionScheduler, session: SessionState) -> Iterator[Delta]:
-        output = self._running[session.id]
-        if delta := output.add(session.take_unread()):
-            yield delta
-        if output.stopped:
-            scheduler.cancel(session.id)
-        if session.finish_reason is not None:
-            del self._running[session.id]
-            yield output.finish(session.finish_reason, session.error)

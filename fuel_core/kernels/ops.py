@@ -95,7 +95,7 @@ def write_paged_kv(
 
     Args:
         qkv, cos, sin, qk_norm: as there.
-        k_pool, v_pool: ``[num_blocks, block_size, Hkv, D]``.
+        k_pool, v_pool: ``[num_blocks, block_size, Hkv, D]``, contiguous.
         slots: int64 ``[T]``, ``block * block_size + slot`` of each row; all different.
 
     Returns:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fuel_core.contracts.errors import OutOfBlocksError
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError, OutOfBlocksError
 from fuel_core.kernels import ops
 from fuel_core.kv.eviction import Evicted, Fidelity, StateKind
 from fuel_core.kv.geometry import KvGeometry
@@ -62,6 +62,19 @@ class DeviceEvicted:
         return self.handle.fidelity
 
 
+@attrs.frozen(eq=False)
+class SessionImage:
+    """All that a session holds, shared blocks too, on the host.
+
+    Attributes:
+        tokens: its fill.
+        data: ``[n_layers, 2, blocks, block_size, n_kv_heads, head_dim]`` on the CPU.
+    """
+
+    tokens: int
+    data: Tensor
+
+
 class HasFrequencies(Protocol):
     """A rotation: float32 ``inv_freq [D/2]``, radians per position."""
 
@@ -107,13 +120,19 @@ class DeviceKvPool(BlockStorage):
         """The same in a fixed width, so that a plan's buffers fit every step.
 
         Raises:
-            OutOfBlocksError: a session has more than ``cap`` blocks; it is never cut.
+            CapacityError: a session has more than ``cap`` blocks; it is never cut.
             UnknownSessionError, SessionNotResidentError: a session that cannot be attended over.
         """
         tables = [self.core.session_block_table(session) for session in sessions]
         longest = max(map(len, tables), default=0)
         if longest > max(cap, 1):
-            raise OutOfBlocksError(longest, cap)
+            raise CapacityError(
+                f"a session of {longest} blocks",
+                needed=f"at most {max(cap, 1)}, the width of the table",
+                remedy="ask for a wider table",
+                need=longest,
+                have=max(cap, 1),
+            )
         return self._page_table(sessions, tables, max(cap, 1))
 
     def _page_table(
@@ -152,7 +171,7 @@ class DeviceKvPool(BlockStorage):
             ``[1, Hq, 1, D]``.
 
         Raises:
-            InvalidRequestError: no such layer, block or slot. Nothing is written.
+            InvalidRequestError: no such layer, block or slot, or tensors of other shapes. Nothing is written.
         """
         return self.decode_attn_batched(layer, q, k_new, v_new, table, [(block, slot)], scale)
 
@@ -187,14 +206,29 @@ class DeviceKvPool(BlockStorage):
     ) -> Tensor:
         """The same with each write's place, ``block * block_size + slot``, read from int64 ``offsets [B]``.
 
-        It is the same call for every step: what changes is in tensors.
+        It is the same call for every step: what changes is in tensors. What stands in ``offsets`` is not
+        checked, since that would wait for the device.
         """
         k, v = self.k_pool(layer), self.v_pool(layer)
+        self._check_new(q, k_new, v_new, table.batch, offsets)
         k.view(self.pool_shape_flat).index_copy_(0, offsets, k_new.squeeze(2).to(self.dtype))
         v.view(self.pool_shape_flat).index_copy_(0, offsets, v_new.squeeze(2).to(self.dtype))
         tables = table.block_table.to(self.device), table.context_lens.to(self.device)
         out = ops.paged_attention(q.squeeze(2), k, v, *tables, [1] * table.batch, scale)  # [B, Hq D]
         return out.view(q.shape)
+
+    def _check_new(self, q: Tensor, k_new: Tensor, v_new: Tensor, batch: int, offsets: Tensor) -> None:
+        _, _, heads, dim = self.pool_shape
+        groups = q.shape[1] // heads if q.ndim == 4 else 0
+        given = [list(part.shape) for part in (q, k_new, v_new, offsets)]
+        kv = [batch, heads, 1, dim]
+        needed = [[batch, max(groups, 1) * heads, 1, dim], kv, kv, [batch]]
+        if not batch or given != needed:
+            raise InvalidRequestError(
+                f"Q, K, V and places of shapes {given} for a table of {batch} sessions",
+                needed=f"{needed}, and one session or more",
+                remedy="pass one row for each session of the table",
+            )
 
     # -- eviction ------------------------------------------------------------------------------
 
@@ -227,6 +261,33 @@ class DeviceKvPool(BlockStorage):
         """
         for slot, block in self.core.restore(session, evicted.handle):
             self._buffers[:, :, block].copy_(evicted.saved[slot])
+
+    def swap_out(self, session: SessionHandle) -> SessionImage:
+        """Copy a session to the host and close it; unlike after :meth:`evict`, it pins no block of others.
+
+        Raises:
+            UnknownSessionError, SessionNotResidentError: nothing has changed.
+        """
+        blocks = torch.tensor(self.core.session_block_table(session), dtype=torch.int64, device=self.device)
+        image = SessionImage(self.core.filled_tokens(session), self._buffers[:, :, blocks].cpu())
+        self.core.discard(session)
+        return image
+
+    def swap_in(self, image: SessionImage) -> SessionHandle:
+        """A new session that holds what the image does, byte for byte. The image stays good.
+
+        Raises:
+            OutOfBlocksError: it does not fit now; nothing has changed.
+        """
+        session = self.core.open()
+        try:
+            self.core.append(session, image.tokens)
+        except OutOfBlocksError:
+            self.core.discard(session)
+            raise
+        blocks = torch.tensor(self.core.session_block_table(session), dtype=torch.int64, device=self.device)
+        self._buffers[:, :, blocks] = image.data.to(self.device)
+        return session
 
     # -- prefixes ------------------------------------------------------------------------------
 

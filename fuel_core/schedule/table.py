@@ -10,7 +10,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from fuel_core.contracts.errors import ModelContractError, UnknownSessionError
+from fuel_core.contracts.errors import InvalidRequestError, ModelContractError, UnknownSessionError
 from fuel_core.contracts.sampling import FinishReason
 from fuel_core.contracts.state import ModelDims
 from fuel_core.contracts.tiers import DecodeModel
@@ -66,14 +66,27 @@ class SessionTable(ABC, Generic[S]):
         """Whether no session can advance."""
         return not any(session.is_ready for session in self._sessions.values())
 
+    def reap(self, id: SessionId) -> list[int]:
+        """Forget a finished session and free what it holds; its prompt and generated ids.
+
+        Raises:
+            UnknownSessionError: there is none of this id.
+            InvalidRequestError: it has not finished.
+        """
+        session = self.session(id)
+        if session.is_ready:
+            raise InvalidRequestError(
+                f"session {id}, which has not finished", needed="a finished one", remedy="cancel it first"
+            )
+        del self._sessions[id]
+        self._release(session)
+        _forget_locals(session.error)
+        return session.tokens
+
     def reap_finished(self) -> list[tuple[SessionId, list[int]]]:
-        """Forget the finished sessions and free what they hold; ``(id, prompt + generated)`` of each."""
-        done = [session for session in self._sessions.values() if not session.is_ready]
-        for session in done:
-            del self._sessions[session.id]
-            self._release(session)
-            _forget_locals(session.error)
-        return [(session.id, session.tokens) for session in done]
+        """:meth:`reap` every finished session; ``(id, prompt + generated)`` of each."""
+        done = [session.id for session in self._sessions.values() if not session.is_ready]
+        return [(id, self.reap(id)) for id in done]
 
     def run_to_completion(self) -> list[tuple[SessionId, list[int]]]:
         """Step until no session can advance; ``(id, prompt + generated)`` of each, none reaped."""

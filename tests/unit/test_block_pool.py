@@ -1,162 +1,34 @@
-"""The pool hands no block out twice, loses none, and is unchanged by what it refuses."""
+"""A session takes whole blocks as it grows, gives them back as it shrinks, and every size is exact."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any, NamedTuple
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from support_block_pool import drained, freeze, make_pool, opened, refused
 
 from fuel_core.contracts.errors import (
+    BadBlockIndexError,
     CapacityError,
     InvalidRequestError,
     OutOfBlocksError,
+    SessionNotResidentError,
     UnknownSessionError,
 )
-from fuel_core.kv import KvBlockPool, KvGeometry, SessionHandle
+from fuel_core.kv import KvBlockPool, SessionHandle
 
-
-def make_pool(num_blocks: int, block_size: int) -> KvBlockPool:
-    return KvBlockPool(
-        KvGeometry(
-            n_layers=2, n_kv_heads=3, head_dim=4, num_blocks=num_blocks, block_size=block_size, elem_size=2
-        )
-    )
-
-
-class Snapshot(NamedTuple):
-    free: int
-    resident: int
-    sessions: dict[SessionHandle, tuple[int, tuple[int, ...]]]
-
-
-def snapshot(pool: KvBlockPool, handles: Any) -> Snapshot:
-    held = {handle: (pool.filled_tokens(handle), pool.session_blocks(handle)) for handle in handles}
-    return Snapshot(pool.free_blocks, pool.kv_bytes_resident, held)
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """The pool beside a naive model that only counts each session's tokens."""
-
-    handles: Bundle[SessionHandle] = Bundle("handles")
-
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5))
-    def start(self, num_blocks: int, block_size: int) -> None:
-        self.size, self.total = block_size, num_blocks
-        self.pool = make_pool(num_blocks, block_size)
-        self.tokens: dict[SessionHandle, int] = {}
-        self.closed: list[SessionHandle] = []
-
-    def blocks_of(self, tokens: int) -> int:
-        """Counted one by one, as no formula would."""
-        blocks = 0
-        while blocks * self.size < tokens:
-            blocks += 1
-        return blocks
-
-    def free(self) -> int:
-        return self.total - sum(self.blocks_of(tokens) for tokens in self.tokens.values())
-
-    @rule(target=handles)
-    def open(self) -> SessionHandle:
-        handle = self.pool.open()
-        assert handle not in self.tokens
-        assert handle not in self.closed
-        self.tokens[handle] = 0
-        return handle
-
-    @rule(handle=handles, add=st.integers(0, 20))
-    def append(self, handle: SessionHandle, add: int) -> None:
-        before = snapshot(self.pool, self.tokens)
-        need = self.blocks_of(self.tokens[handle] + add) - self.blocks_of(self.tokens[handle])
-        assert self.pool.blocks_required(self.tokens[handle], add) == need
-        if need > self.free():
-            with pytest.raises(OutOfBlocksError) as caught:
-                self.pool.append(handle, add)
-            assert (caught.value.need, caught.value.have) == (need, self.free())
-            assert snapshot(self.pool, self.tokens) == before
-            return
-        self.pool.append(handle, add)
-        self.tokens[handle] += add
-        kept = before.sessions[handle][1]
-        assert self.pool.session_blocks(handle)[: len(kept)] == kept
-
-    @rule(handle=consumes(handles))
-    def discard(self, handle: SessionHandle) -> None:
-        self.pool.discard(handle)
-        del self.tokens[handle]
-        self.closed.append(handle)
-
-    @rule(handle=handles, add=st.integers(-9, -1))
-    def append_fewer_than_none(self, handle: SessionHandle, add: int) -> None:
-        before = snapshot(self.pool, self.tokens)
-        with pytest.raises(InvalidRequestError):
-            self.pool.append(handle, add)
-        assert snapshot(self.pool, self.tokens) == before
-
-    @rule(data=st.data())
-    def use_a_handle_that_is_not_open(self, data: st.DataObject) -> None:
-        never = SessionHandle(len(self.tokens) + len(self.closed))
-        handle = data.draw(st.sampled_from([*self.closed, never, SessionHandle(-1)]))
-        before = snapshot(self.pool, self.tokens)
-        for call in (
-            self.pool.discard,
-            self.pool.filled_tokens,
-            self.pool.session_blocks,
-            lambda handle: self.pool.append(handle, 0),
-            lambda handle: self.pool.append(handle, 10**6),
-        ):
-            with pytest.raises(UnknownSessionError) as caught:
-                call(handle)
-            assert caught.value.session == handle  # type: ignore[attr-defined]
-        assert snapshot(self.pool, self.tokens) == before
-
-    @invariant()
-    def every_block_is_free_or_held_once(self) -> None:
-        held = [block for handle in self.tokens for block in self.pool.session_blocks(handle)]
-        assert len(set(held)) == len(held)
-        assert set(held) <= set(range(self.total))
-        assert self.pool.free_blocks + len(held) == self.total
-
-    @invariant()
-    def fills_and_counts_are_those_of_the_model(self) -> None:
-        assert self.pool.free_blocks == self.free()
-        for handle, tokens in self.tokens.items():
-            assert self.pool.filled_tokens(handle) == tokens
-            assert len(self.pool.session_blocks(handle)) == self.blocks_of(tokens)
-
-    @invariant()
-    def capacity_and_bytes_follow(self) -> None:
-        capacity = self.pool.capacity()
-        assert (capacity.free_blocks, capacity.total_blocks) == (self.free(), self.total)
-        # 2 layers, K and V, 3 heads, 4 values of 2 bytes.
-        assert self.pool.kv_bytes_resident == (self.total - self.free()) * self.size * 2 * 2 * 3 * 4 * 2
-
-    def teardown(self) -> None:
-        if hasattr(self, "pool"):
-            for handle in list(self.tokens):
-                self.pool.discard(handle)
-            whole = self.pool.open()
-            self.pool.append(whole, self.total * self.size)
-            assert sorted(self.pool.session_blocks(whole)) == list(range(self.total))
-
-
-TestPoolAgainstModel = PoolMachine.TestCase
-TestPoolAgainstModel.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# -- growing ---------------------------------------------------------------------------------------
 
 
 def test_a_session_that_fills_the_pool_to_the_last_token_fits_and_one_more_token_does_not() -> None:
     pool = make_pool(num_blocks=3, block_size=4)
-    handle = pool.open()
-    pool.append(handle, 12)
+    handle = opened(pool, 12)
     assert pool.free_blocks == 0
-    with pytest.raises(OutOfBlocksError) as caught:
+    with refused(pool, OutOfBlocksError) as caught:
         pool.append(handle, 1)
     assert (caught.value.need, caught.value.have) == (1, 0)
     assert isinstance(caught.value, CapacityError)
@@ -165,14 +37,103 @@ def test_a_session_that_fills_the_pool_to_the_last_token_fits_and_one_more_token
 
 def test_the_room_left_in_a_last_block_costs_no_other() -> None:
     pool = make_pool(num_blocks=4, block_size=4)
-    handle = pool.open()
-    pool.append(handle, 5)
+    handle = opened(pool, 5)
     first = pool.session_blocks(handle)
     pool.append(handle, 3)
     assert pool.session_blocks(handle) == first
     pool.append(handle, 1)
     assert pool.session_blocks(handle)[:2] == first
     assert len(pool.session_blocks(handle)) == 3
+
+
+def test_an_append_that_lacks_one_block_takes_none_of_those_that_are_there() -> None:
+    pool = make_pool(num_blocks=3, block_size=4)
+    opened(pool, 4)
+    handle = opened(pool, 3)
+    with refused(pool, OutOfBlocksError) as caught:
+        pool.append(handle, 6)
+    assert (caught.value.need, caught.value.have) == (2, 1)
+    assert pool.filled_tokens(handle) == 3
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.0, 0.5, None])
+def test_what_is_no_count_of_tokens_is_refused_everywhere(tokens: Any) -> None:
+    pool = make_pool(num_blocks=3, block_size=4)
+    handle = opened(pool, 5)
+    for call in (
+        lambda: pool.append(handle, tokens),
+        lambda: pool.truncate(handle, tokens),
+        lambda: pool.blocks_required(0, tokens),
+        lambda: pool.blocks_required(tokens, 0),
+        lambda: pool.blocks_required_batch([(1, 1), (0, tokens)]),
+        lambda: pool.blocks_required_for(handle, tokens),
+    ):
+        with refused(pool, InvalidRequestError):
+            call()
+
+
+# -- shrinking -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10, 3)]
+)
+def test_a_truncated_session_keeps_the_blocks_of_what_is_left_and_gives_back_the_rest(
+    tokens: int, blocks: int
+) -> None:
+    pool = make_pool(num_blocks=5, block_size=4)
+    handle = opened(pool, 10)
+    before = pool.session_blocks(handle)
+    pool.truncate(handle, tokens)
+    assert pool.session_blocks(handle) == before[:blocks]
+    assert (pool.filled_tokens(handle), pool.free_blocks) == (tokens, 5 - blocks)
+
+
+def test_a_session_is_not_truncated_to_more_than_it_has() -> None:
+    pool = make_pool(num_blocks=5, block_size=4)
+    handle = opened(pool, 10)
+    with refused(pool, InvalidRequestError):
+        pool.truncate(handle, 11)
+
+
+def test_a_truncated_session_grows_again_over_its_own_last_block() -> None:
+    pool = make_pool(num_blocks=3, block_size=4)
+    handle = opened(pool, 10)
+    before = pool.session_blocks(handle)
+    pool.truncate(handle, 5)
+    pool.append(handle, 5)
+    assert pool.session_blocks(handle) == before
+
+
+def test_a_truncation_takes_only_its_own_reference_to_a_shared_block() -> None:
+    pool = make_pool(num_blocks=4, block_size=4)
+    donor, sharer = opened(pool, 12), pool.open()
+    pool.splice(donor, sharer, 0, 3)
+    pool.truncate(donor, 4)
+    assert pool.session_block_table(sharer) == (0, 1, 2)
+    assert [pool.block_refcount(block) for block in range(4)] == [2, 1, 1, 0]
+    assert pool.free_blocks == 1
+
+
+def test_a_discarded_session_s_blocks_serve_the_next_one() -> None:
+    pool = make_pool(num_blocks=2, block_size=4)
+    first, second = opened(pool, 4), opened(pool, 4)
+    freed = pool.session_blocks(first)
+    pool.discard(first)
+    assert pool.session_blocks(opened(pool, 4)) == freed
+    assert pool.filled_tokens(second) == 4
+
+
+def test_a_discarded_session_s_handle_is_never_given_out_again() -> None:
+    pool = make_pool(num_blocks=1, block_size=4)
+    first = opened(pool, 4)
+    pool.discard(first)
+    assert pool.open() != first
+    with refused(pool, UnknownSessionError):
+        pool.discard(first)
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,16 +144,232 @@ def test_blocks_required_count_only_what_is_new(filled: int, add: int, blocks: i
     assert make_pool(num_blocks=1, block_size=4).blocks_required(filled, add) == blocks
 
 
-def test_a_discarded_session_s_blocks_serve_the_next_one() -> None:
-    pool = make_pool(num_blocks=2, block_size=4)
-    first, second = pool.open(), pool.open()
-    pool.append(first, 4)
-    pool.append(second, 4)
-    freed = pool.session_blocks(first)
-    pool.discard(first)
-    third = pool.open()
-    pool.append(third, 4)
-    assert pool.session_blocks(third) == freed
+def test_a_batch_requires_what_its_sessions_require_one_by_one() -> None:
+    pool = make_pool(num_blocks=1, block_size=4)
+    # Rounded each on its own: 3 + 3 tokens together would fit in 2 blocks of 4, and 1 + 1 in one.
+    assert pool.blocks_required_batch([(0, 3), (0, 3), (3, 1), (4, 1), (7, 10)]) == 1 + 1 + 0 + 1 + 3
+    assert pool.blocks_required_batch([(0, 1), (0, 1)]) == 2
+    assert pool.blocks_required_batch([]) == 0
+
+
+@pytest.mark.parametrize("add", [1, 2, 3, 6])
+def test_what_a_fork_requires_is_what_its_growth_and_its_break_take(add: int) -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    donor, fork = opened(pool, 6), pool.open()
+    pool.splice(donor, fork, 0, 2)
+    required, before = pool.blocks_required_for(fork, add), pool.free_blocks
+    assert required == pool.blocks_required(6, add) + 1
+    pool.append(fork, add)
+    pool.cow_break(fork, 1)
+    assert before - pool.free_blocks == required
+    assert pool.blocks_required_for(fork, 0) == 0
+    assert pool.blocks_required_for(donor, 1) == 0, "the donor's last block is its own again"
+
+
+def test_a_break_is_not_counted_where_nothing_will_be_written_to_the_shared_block() -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    donor, fork, aligned = opened(pool, 6), pool.open(), pool.open()
+    pool.splice(donor, fork, 0, 2)
+    pool.splice(donor, aligned, 0, 1)
+    assert pool.blocks_required_for(fork, 0) == 0
+    assert pool.blocks_required_for(aligned, 1) == 1, "a new block, and the shared one is full"
+
+
+def test_a_break_is_counted_for_a_session_truncated_into_a_prefix() -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    session = opened(pool, 8)
+    pool.register_prefix(session, 8)
+    pool.truncate(session, 7)
+    assert pool.blocks_required_for(session, 1) == 1
+    pool.append(session, 1)
+    assert pool.cow_break(session, 1) is not None
+
+
+def test_appending_does_not_break_a_share() -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    donor, fork = opened(pool, 6), pool.open()
+    pool.splice(donor, fork, 0, 2)
+    pool.append(fork, 1)
+    assert pool.session_block_table(fork) == pool.session_block_table(donor)
+    assert pool.block_refcount(1) == 2
+
+
+def test_bytes_count_a_shared_block_once() -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    donor, sharer = opened(pool, 8), pool.open()
+    before = pool.kv_bytes_resident
+    assert before == 2 * pool.geometry.block_bytes
+    pool.splice(donor, sharer, 0, 2)
+    pool.register_prefix(donor, 8)
+    assert pool.kv_bytes_resident == before
+    pool.append(sharer, 1)
+    assert pool.kv_bytes_resident == before + pool.geometry.block_bytes
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def test_a_table_a_slot_and_an_overview_agree_on_a_resident_session() -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    handle = opened(pool, 10)
+    table = pool.session_block_table(handle)
+    assert pool.session_blocks(handle) == table == (0, 1, 2)
+    assert tuple(pool.resident_block(handle, slot) for slot in range(3)) == table
+
+
+def test_an_evicted_slot_is_none_in_the_overview_and_an_error_in_every_read() -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    handle = opened(pool, 16)
+    pool.evict_blocks(handle, [2, 1])
+    assert pool.session_blocks(handle) == (0, None, None, 3)
+    for read, slot in (
+        (lambda: pool.session_block_table(handle), 1),
+        (lambda: pool.resident_block(handle, 1), 1),
+        (lambda: pool.resident_block(handle, 2), 2),
+    ):
+        with refused(pool, SessionNotResidentError) as caught:
+            read()
+        assert caught.value.slot == slot
+    assert pool.resident_block(handle, 3) == 3
+    assert pool.filled_tokens(handle) == 16
+
+
+@pytest.mark.parametrize("slot", [-1, 3, 10**6])
+def test_a_slot_that_the_session_does_not_have_is_refused_by_its_index(slot: int) -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    handle = opened(pool, 10)
+    for call in (
+        lambda: pool.resident_block(handle, slot),
+        lambda: pool.cow_break(handle, slot),
+        lambda: pool.evict_blocks(handle, [0, slot]),
+    ):
+        with refused(pool, BadBlockIndexError) as caught:
+            call()
+        assert caught.value.index == slot
+
+
+@pytest.mark.parametrize("block", [-1, 8])
+def test_a_block_that_the_pool_does_not_have_has_no_count(block: int) -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    opened(pool, 32)
+    with refused(pool, BadBlockIndexError) as caught:
+        pool.block_refcount(block)
+    assert caught.value.index == block
+
+
+def test_a_count_is_one_per_slot_and_one_per_prefix() -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    assert pool.block_refcount(0) == 0
+    donor, sharer = opened(pool, 4), pool.open()
+    counts = [pool.block_refcount(0)]
+    pool.splice(donor, sharer, 0, 1)
+    counts.append(pool.block_refcount(0))
+    prefixes = [pool.register_prefix(donor, 4) for _ in range(2)]
+    counts.append(pool.block_refcount(0))
+    pool.discard(donor)
+    counts.append(pool.block_refcount(0))
+    pool.discard(sharer)
+    pool.release_prefix(prefixes[0])
+    counts.append(pool.block_refcount(0))
+    pool.release_prefix(prefixes[1])
+    counts.append(pool.block_refcount(0))
+    assert counts == [1, 2, 4, 3, 1, 0]
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+def test_a_pool_of_any_size_opens_without_memory_for_each_block() -> None:
+    tracemalloc.start()
+    pool = make_pool(num_blocks=10**9, block_size=4)
+    handle = opened(pool, 40)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+    assert pool.free_blocks == 10**9 - 10
+    assert pool.session_block_table(handle) == tuple(range(10))
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """Lines of Python that a call takes: a clock that runs the same everywhere."""
+    count = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def crowded(sessions: int) -> tuple[KvBlockPool, SessionHandle, SessionHandle]:
+    """A pool in which that many sessions hold a block each, and as many blocks were freed again."""
+    pool = make_pool(num_blocks=10**6, block_size=4)
+    held, gone = ([opened(pool, 4) for _ in range(sessions)] for _ in range(2))
+    for handle in gone:
+        pool.discard(handle)
+    return pool, held[0], held[-1]
+
+
+def costs(sessions: int) -> list[int]:
+    pool, one, other = crowded(sessions)
+    own = opened(pool, 8)
+    prefix = pool.register_prefix(own, 8)
+    return [
+        lines_run(lambda: pool.append(one, 4)),
+        lines_run(lambda: pool.splice(one, other, 0, 2)),
+        lines_run(lambda: pool.cow_break(other, 1)),
+        lines_run(lambda: pool.truncate(one, 4)),
+        lines_run(lambda: pool.blocks_required_for(one, 5)),
+        lines_run(lambda: pool.evict_blocks(other, [2])),
+        lines_run(lambda: pool.discard(other)),
+        lines_run(lambda: pool.splice_prefix_from(prefix, pool.open())),
+        lines_run(lambda: pool.release_prefix(prefix)),
+    ]
+
+
+def test_a_call_costs_as_much_beside_five_thousand_sessions_as_beside_five() -> None:
+    assert costs(5) == costs(5_000)
+    # The clock does run: twice the blocks are more lines.
+    pool = make_pool(num_blocks=99, block_size=4)
+    assert lines_run(lambda: pool.discard(opened(pool, 40))) < lines_run(
+        lambda: pool.discard(opened(pool, 80))
+    )
+
+
+# -- the tools of these tests, and the package -------------------------------------------------------
+
+
+def test_the_proof_that_a_refusal_is_harmless_sees_every_change() -> None:
+    pool = make_pool(num_blocks=8, block_size=4)
+    session = opened(pool, 8)
+    changes: list[Callable[[], object]] = [
+        pool.open,
+        lambda: pool.append(session, 1),
+        lambda: pool.register_prefix(session, 8),
+        lambda: pool.splice(session, pool.open(), 0, 1),
+        lambda: pool.evict(session),
+        lambda: pool.discard(session),
+    ]
+    for change in changes:
+        before = freeze(pool)
+        assert freeze(pool) == before
+        change()
+        assert freeze(pool) != before
+
+
+def test_the_free_blocks_are_listed_without_taking_them() -> None:
+    pool = make_pool(num_blocks=4, block_size=4)
+    opened(pool, 4)
+    before = freeze(pool)
+    assert drained(pool) == (1, 2, 3)
+    assert freeze(pool) == before
 
 
 def test_the_pool_works_where_torch_is_never_imported() -> None:
@@ -203,6 +380,8 @@ pool = KvBlockPool(KvGeometry(2, 2, 4, 8, 4, 2))
 handle = pool.open()
 pool.append(handle, 9)
 assert (pool.capacity().free_blocks, pool.session_blocks(handle)) == (5, (0, 1, 2))
+pool.restore(handle, pool.evict(handle).handle)
+pool.release_prefix(pool.register_prefix(handle, 8))
 pool.discard(handle)
 assert pool.free_blocks == 8 and pool.kv_bytes_resident == 0
 assert "torch" not in sys.modules

@@ -64,8 +64,9 @@ def write_paged_kv(
     """Norm, rotate and write; see :func:`fuel_core.kernels.ops.write_paged_kv`."""
     _, _, n_kv_heads, head_dim = k_pool.shape
     q, k, v = _rotated(qkv, cos, sin, n_kv_heads, head_dim, qk_norm)
-    k_pool.flatten(0, 1).index_copy_(0, slots, k.to(k_pool.dtype))
-    v_pool.flatten(0, 1).index_copy_(0, slots, v.to(v_pool.dtype))
+    rows = (-1, n_kv_heads, head_dim)  # viewed, not flattened: a copy would swallow the write
+    k_pool.view(rows).index_copy_(0, slots, k.to(k_pool.dtype))
+    v_pool.view(rows).index_copy_(0, slots, v.to(v_pool.dtype))
     return q
 
 

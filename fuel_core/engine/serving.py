@@ -1,0 +1,341 @@
+"""Continuous batching over one block pool: the policy that most users want, on the core's mechanisms."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+
+import attrs
+from torch import Tensor
+
+from fuel_core.contracts import RaggedBatch, RaggedDecodeModel, SamplingParams
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError, UnsupportedTierError
+from fuel_core.contracts.requests import check_request
+from fuel_core.engine.served import EngineStats, ServedSession
+from fuel_core.kv import DeviceKvPool
+from fuel_core.kv.prefix_index import PrefixIndex
+from fuel_core.layers.paged import blocks_needed
+from fuel_core.schedule.policy import StepReport
+from fuel_core.schedule.session import SessionId, SessionPhase
+from fuel_core.schedule.table import SessionTable
+
+
+class Engine(SessionTable[ServedSession]):
+    """Serves any number of requests from one pool, each step in one pass of the model's ragged tier.
+
+    A step takes a token of every decoding session, then chunks of prompts up to ``token_budget``. Requests
+    are admitted in order while their prompts fit. When the pool runs dry, cached blocks are given up, least
+    recently used first; then the newest session is moved to the host, to come back before anything new is
+    admitted, oldest first. So nothing fails that could have waited.
+
+    Args:
+        model: the weights.
+        pool: the keys and values of all sessions; the engine's own.
+        max_batch: the most sessions that run at a time.
+        token_budget: the most prompt and output tokens of a pass, as long as decoding sessions leave room.
+        watermark: the part of the pool that admission leaves free for the sessions to grow into.
+        namespace: what changes keys and values beside the tokens, such as an adapter.
+
+    Attributes:
+        stats: what it has done.
+
+    Raises:
+        UnsupportedTierError: the model has no ragged tier.
+        InvalidRequestError: a limit below 1.
+    """
+
+    def __init__(
+        self,
+        model: RaggedDecodeModel,
+        pool: DeviceKvPool,
+        *,
+        max_batch: int = 64,
+        token_budget: int = 512,
+        watermark: float = 0.01,
+        namespace: Hashable = (),
+    ) -> None:
+        if not isinstance(model, RaggedDecodeModel):
+            raise UnsupportedTierError(
+                f"{type(model).__name__}, which has no ragged tier",
+                needed="a RaggedDecodeModel",
+                remedy="serve it with SessionScheduler",
+            )
+        for name, value in (("max_batch", max_batch), ("token_budget", token_budget)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidRequestError(
+                    f"{name} = {value!r}", needed="an integer of at least 1", remedy="raise it"
+                )
+        super().__init__(model)
+        self._ragged = model
+        self.pool = pool
+        self._max_batch, self._token_budget = max_batch, token_budget
+        self._spare = max(1, int(watermark * pool.geometry.num_blocks))
+        self._index = PrefixIndex(pool.core, namespace)
+        self.stats = EngineStats(self._index.stats)
+        self._waiting: deque[ServedSession] = deque()
+        self._running: list[ServedSession] = []  # by age, as are those that are preempted
+        self._preempted: deque[ServedSession] = deque()
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that only the prefix cache holds."""
+        return self._index.reclaimable()
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        *,
+        eos_ids: Iterable[int] = (),
+        max_new_tokens: int,
+        n: int = 1,
+    ) -> list[SessionId]:
+        """Queue a request for ``n`` samples of a prompt, which share its blocks.
+
+        Where ``sampling`` has a seed, sample i has that seed plus i.
+
+        Raises:
+            InvalidRequestError: it could never be served, whatever else runs.
+            CapacityError: it needs more blocks than the pool has. In both cases nothing has changed.
+        """
+        self.check(prompt, sampling, max_new_tokens, n)
+        eos = frozenset(eos_ids)
+        samples = []
+        for i in range(n):
+            seed = None if sampling.seed is None else (sampling.seed + i) % 2**64
+            params = attrs.evolve(sampling, seed=seed)
+            samples.append(self._new(prompt, params, eos, max_new_tokens))
+        first, *rest = samples
+        self._queue(first, rest)
+        return [session.id for session in samples]
+
+    def check(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int, n: int = 1) -> None:
+        """Refuse what :meth:`submit` would refuse.
+
+        Raises:
+            InvalidRequestError: it could never be served, whatever else runs.
+            CapacityError: it needs more blocks than the pool has.
+        """
+        vocab_size, max_context = self._model.vocab_size(), self._model.max_context()
+        check_request(prompt, sampling, max_new_tokens, vocab_size=vocab_size, max_context=max_context)
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= self._max_batch:
+            raise InvalidRequestError(
+                f"n = {n!r} samples",
+                needed=f"an integer in [1, {self._max_batch}]",
+                remedy="raise max_batch or ask twice",
+            )
+        # The last token is never fed, so it needs no room.
+        need, have = (
+            self.pool.core.blocks_required(0, len(prompt) + max_new_tokens - 1),
+            self.pool.geometry.num_blocks,
+        )
+        if need > have:
+            raise CapacityError(
+                f"a request that needs {need} KV blocks",
+                needed=f"at most {have}, which is all there are",
+                remedy="lower max_new_tokens, shorten the prompt, or give more KV memory",
+                need=need,
+                have=have,
+            )
+
+    def _new(
+        self, prompt: Sequence[int], params: SamplingParams, eos_ids: frozenset[int], max_new_tokens: int
+    ) -> ServedSession:
+        session = ServedSession(
+            SessionId(self._next_id),
+            self._model.vocab_size(),
+            prompt,
+            params,
+            eos_ids=eos_ids,
+            max_new_tokens=max_new_tokens,
+        )
+        self._keep(session)
+        return session
+
+    def _queue(self, first: ServedSession, forks: list[ServedSession]) -> None:
+        first.forks, first.waits_for_parent = forks, False
+        for fork in forks:
+            fork.waits_for_parent = True
+        self._waiting.append(first)
+
+    def cancel(self, id: SessionId) -> None:
+        """End a session and free all that it holds; one that has finished keeps its reason.
+
+        Raises:
+            UnknownSessionError: there is none of this id.
+        """
+        super().cancel(id)
+        self._leave(self.session(id))
+
+    def _leave(self, session: ServedSession) -> None:
+        """Take a finished session out of every queue, and its blocks out of the pool."""
+        for queue in (self._waiting, self._running, self._preempted):
+            if session in queue:
+                queue.remove(session)
+        if session.handle is not None:
+            self.pool.core.discard(session.handle)
+        session.handle = session.image = None
+        waiting = [fork for fork in session.forks if fork.is_ready]
+        session.forks = []
+        if waiting:  # the prompt is still to be computed, by the first of those that wait for it
+            self._queue(waiting[0], waiting[1:])
+
+    def _release(self, session: ServedSession) -> None:
+        """Nothing is left: it went when the session finished."""
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Restore and admit what fits, then run one pass.
+
+        A session that fails finishes with its error; no other is touched and nothing is raised.
+        """
+        report = StepReport()
+        self._restore()
+        self._admit()
+        batch = self._make_room(self._batch())
+        if batch:
+            self._run(batch, report)
+        return report
+
+    def _available(self, need: int) -> bool:
+        """Whether blocks can be had, given up cached ones counted, with room to grow beside them."""
+        need += self._spare if self._running else 0
+        free = self.pool.core.free_blocks
+        return need <= free or need <= free + self._index.reclaimable()
+
+    def _restore(self) -> None:
+        while self._preempted and len(self._running) < self._max_batch:
+            session = self._preempted[0]
+            assert session.image is not None
+            need = self.pool.core.blocks_required(0, session.image.tokens + 1)
+            if not self._available(need):
+                return
+            self._free(need)
+            session.handle = self.pool.swap_in(session.image)
+            session.image = None
+            self._enter(self._preempted.popleft())
+
+    def _admit(self) -> None:
+        while self._waiting and not self._preempted:
+            session = self._waiting[0]
+            if len(self._running) + 1 + len(session.forks) > self._max_batch and self._running:
+                return
+            need = self.pool.core.blocks_required(0, len(session.tokens)) - self._index.in_use(session.tokens)
+            if self._running and not self._available(need):
+                return
+            session.handle = self.pool.core.open()
+            self._index.take(session.tokens, session.handle)
+            self._enter(self._waiting.popleft())
+
+    def _enter(self, session: ServedSession) -> None:
+        self._running.append(session)
+        self._running.sort(key=lambda each: each.id)
+
+    def _pending(self, session: ServedSession) -> list[int]:
+        """The tokens that are not in the pool yet: of a prompt, or the one that was sampled last."""
+        assert session.handle is not None
+        return session.tokens[self.pool.core.filled_tokens(session.handle) :]
+
+    def _batch(self) -> list[tuple[ServedSession, list[int]]]:
+        """Decoding sessions first, then prompts in order up to the budget."""
+        pending = [(session, self._pending(session)) for session in self._running]
+        batch = [(session, tokens) for session, tokens in pending if session.phase is SessionPhase.DECODE]
+        room = self._token_budget - len(batch)
+        for session, tokens in pending:
+            if session.phase is SessionPhase.PREFILL and room > 0:
+                batch.append((session, tokens[:room]))
+                room -= len(tokens[:room])
+        return batch
+
+    def _make_room(
+        self, batch: list[tuple[ServedSession, list[int]]]
+    ) -> list[tuple[ServedSession, list[int]]]:
+        """See that the pool can take the batch: give up cached blocks, then move the newest sessions out."""
+        while batch and not self._free(self._need(batch)):
+            newest = self._running[-1]
+            if len(self._running) == 1:  # it fits alone, or it would not have been taken
+                break
+            self._preempt(newest)
+            batch = [(session, tokens) for session, tokens in batch if session is not newest]
+        return batch
+
+    def _need(self, batch: list[tuple[ServedSession, list[int]]]) -> int:
+        handles = [session.handle for session, _ in batch if session.handle is not None]
+        return blocks_needed(self.pool, handles, [len(tokens) for _, tokens in batch])
+
+    def _free(self, need: int) -> bool:
+        short = need - self.pool.core.free_blocks
+        return short <= 0 or self._index.reclaim(short) == short
+
+    def _preempt(self, session: ServedSession) -> None:
+        assert session.handle is not None
+        session.image = self.pool.swap_out(session.handle)
+        session.handle = None
+        self._running.remove(session)
+        self._preempted.appendleft(session)  # the newest goes first, so the oldest stands first
+        self.stats.preemptions += 1
+
+    def _run(self, batch: list[tuple[ServedSession, list[int]]], report: StepReport) -> None:
+        sessions = [session for session, _ in batch]
+        tokens = tuple(tuple(new) for _, new in batch)
+        handles = tuple(session.handle for session in sessions)
+        try:
+            logits = self._ragged.forward_paged_ragged(RaggedBatch(self.pool, handles, tokens))
+            logits = self._checked(logits, len(sessions))
+        except Exception as error:  # the pool is as before: find whose fault it was
+            self._run_apart(batch, error, report)
+            return
+        self.stats.passes += 1
+        self.stats.tokens += sum(map(len, tokens))
+        self._index_blocks(sessions)
+        self._sample_complete(sessions, logits, report)
+
+    def _run_apart(
+        self, batch: list[tuple[ServedSession, list[int]]], error: Exception, report: StepReport
+    ) -> None:
+        if len(batch) > 1:
+            for one in batch:
+                self._run([one], report)
+            return
+        session = batch[0][0]
+        self._fail([session], error, report)
+        self._leave(session)
+
+    def _index_blocks(self, sessions: list[ServedSession]) -> None:
+        size = self.pool.geometry.block_size
+        for session in sessions:
+            assert session.handle is not None
+            filled = self.pool.core.filled_tokens(session.handle)
+            if filled // size > len(session.chain):
+                self._index.add(session.tokens[:filled], session.handle, session.chain)
+
+    def _sample_complete(self, sessions: list[ServedSession], logits: Tensor, report: StepReport) -> None:
+        """Sample for every session that has no tokens pending, and for those that fork from it."""
+        rows: list[int] = []
+        complete: list[ServedSession] = []
+        for row, session in enumerate(sessions):
+            if not self._pending(session):
+                family = [session, *self._fork(session)]
+                complete += family
+                rows += [row] * len(family)
+        if complete:
+            self._sample(complete, logits[rows], report)
+        for session in complete:
+            if not session.is_ready:
+                self._leave(session)
+
+    def _fork(self, parent: ServedSession) -> list[ServedSession]:
+        """Let those that waited for a prompt share its blocks."""
+        forks, parent.forks = [fork for fork in parent.forks if fork.is_ready], []
+        for fork in forks:
+            assert parent.handle is not None
+            fork.handle = self.pool.core.open()
+            self.pool.core.splice(
+                parent.handle, fork.handle, 0, len(self.pool.core.session_blocks(parent.handle))
+            )
+            fork.waits_for_parent = False
+            self._enter(fork)
+        return forks
