@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 demo: $(VENV)/.installed
 	@$(BIN)/fuel pull smollm2
-	$(BIN)/fuel generate smollm2 "The capital of France is" --max-new-tokens 24 --stats
+	$(BIN)/fuel generate smollm2 "What is the capital of France?" --chat --max-new-tokens 24 --stats
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
@@ -33,9 +33,10 @@ format: $(VENV)/.dev
 check: lint test
 
 $(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Fuel needs Python 3.10 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install "$(TORCH)"
+	$(BIN)/pip install $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(MANIFESTS)

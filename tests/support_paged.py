@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 from fuel_core.contracts import DecodeModel, DecodeSession, ModelDims, RaggedBatch, SamplingParams, hookimpl
 from fuel_core.contracts.errors import FuelError
 from fuel_core.contracts.tiers import PagedDecodeModel
-from fuel_core.kv import BlockKind, DeviceKvPool, KvBudget, KvGeometry, SessionHandle
+from fuel_core.kv import BlockKind, DeviceKvPool, KvBudget, KvGeometry, PrefixId, SessionHandle
 from fuel_core.layers import Decoder
 from fuel_core.schedule import PagedDecodePlan, PagedSessionScheduler, SessionId
 
@@ -214,9 +214,23 @@ def paged_scheduler(
     return scheduler
 
 
-def watched(scheduler: PagedSessionScheduler, prompt: Sequence[int], max_new: int, **more: Any) -> SessionId:
+def drawn(seed: int | None) -> SamplingParams:
+    """Greedy, or drawn by the logits: a stream that a change of them soon leaves."""
+    return SamplingParams() if seed is None else SamplingParams(temperature=1.0, seed=seed)
+
+
+def watched(
+    scheduler: PagedSessionScheduler,
+    prompt: Sequence[int],
+    max_new: int,
+    seed: int | None = None,
+    *,
+    prefix: PrefixId | None = None,
+    eos_ids: Sequence[int] = (),
+) -> SessionId:
     """Add a session whose logits are captured."""
-    id = scheduler.add_session(prompt, max_new_tokens=max_new, **more)
+    add = scheduler.add_session if prefix is None else partial(scheduler.add_session_sharing_prefix, prefix)
+    id = add(prompt, drawn(seed), max_new_tokens=max_new, eos_ids=eos_ids)
     scheduler.capture_logits(id)
     return id
 
@@ -230,16 +244,33 @@ def taken(scheduler: PagedSessionScheduler, id: SessionId) -> Tensor:
 
 @cache
 def from_scratch(
-    model: Decoder, prompt: tuple[int, ...], max_new: int, sampling: SamplingParams | None = None
+    model: Decoder, prompt: tuple[int, ...], max_new: int, seed: int | None = None
 ) -> tuple[list[int], Tensor]:
     """New tokens and logits ``[max_new, vocab]`` of a session alone, which the contiguous cache confirms."""
     scheduler = paged_scheduler(model)
-    id = watched(scheduler, prompt, max_new, sampling=sampling or SamplingParams())
+    id = watched(scheduler, prompt, max_new, seed)
     [(_, tokens)] = scheduler.run_to_completion()
     logits = taken(scheduler, id)
     confirmed = lone_rows(model, tuple(tokens[:-1]))[len(prompt) - 1 :]
     assert distance(logits, confirmed) < TOLERANCE / 10
     return tokens[len(prompt) :], logits
+
+
+def assert_as_alone(
+    scheduler: PagedSessionScheduler,
+    id: SessionId,
+    model: Decoder,
+    prompt: tuple[int, ...],
+    max_new: int,
+    seed: int | None = None,
+    *,
+    within: float | None = None,
+) -> None:
+    """A session did what it does alone: the same tokens from the same logits, bit for bit or ``within``."""
+    tokens, logits = from_scratch(model, prompt, max_new, seed)
+    ours = taken(scheduler, id)
+    assert same(ours, logits) if within is None else distance(ours, logits) < within
+    assert scheduler.session_new_tokens(id) == tokens
 
 
 class WalkingPagedModel(CoreOnlyModel, PagedDecodeModel):

@@ -10,6 +10,7 @@ import click
 
 from fuel_core import __version__, registry
 from fuel_core.cli.console import echo_json, echo_table, one_line
+from fuel_core.contracts import FuelError
 from fuel_core.registry import references
 from fuel_core.registry.cache import cache_dir
 
@@ -39,11 +40,13 @@ def _plugin(info: registry.PluginInfo) -> dict[str, Any]:
         "families": list(info.families),
         "disabled": info.disabled,
         "error": error,
+        "warnings": list(info.warnings),
     }
 
 
 def _state(plugin: dict[str, Any]) -> str:
-    return "disabled" if plugin["disabled"] else plugin["error"] or "ok"
+    state = plugin["error"] or ("disabled" if plugin["disabled"] else "ok")
+    return "; ".join([state, *plugin["warnings"]])
 
 
 @click.command()
@@ -82,6 +85,8 @@ def doctor(as_json: bool) -> None:
         echo_json(report)
         return
     for key, value in report.items():
+        if key == "kernels":
+            value = ", ".join(f"{device}: {chosen}" for device, chosen in value.items())
         if key != "plugins":
             click.echo(f"{key.replace('_', ' '):<14} {value}")
     for plugin in report["plugins"]:
@@ -91,13 +96,8 @@ def doctor(as_json: bool) -> None:
 def _machine() -> dict[str, Any]:
     import torch
 
-    from fuel_core.engine.kernels import choose_kernels
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    kernels = {}
-    for device in ["cpu", *(["cuda"] if gpu else [])]:
-        name, reason = choose_kernels(torch.device(device))
-        kernels[device] = f"{name} ({reason})"
+    kernels = {device: _kernels(device) for device in ["cpu", *(["cuda"] if gpu else [])]}
     return {
         "fuel": __version__,
         "python": platform.python_version(),
@@ -106,6 +106,17 @@ def _machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "gpu": gpu,
-        "kernels": ", ".join(f"{device}: {chosen}" for device, chosen in kernels.items()),
+        "kernels": kernels,
         "cache": str(cache_dir()),
     }
+
+
+def _kernels(device: str) -> str:
+    import torch
+
+    from fuel_core.engine.kernels import choose_kernels
+
+    try:
+        return "{} ({})".format(*choose_kernels(torch.device(device)))
+    except FuelError as error:
+        return f"none: {one_line(error)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import click
@@ -31,6 +32,8 @@ for command in (generate, chat, models, plugins, pull, doctor):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 2 wrong usage or bad input, 1 anything else."""
+    # Idle OpenMP threads that spin starve whatever else runs on the machine, and are starved in turn.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(_run(args))
 
 
@@ -39,12 +42,17 @@ def _run(args: Sequence[str] | None) -> int:
         registry.add_commands(cli)
         cli.main(args, prog_name="fuel", standalone_mode=False)
         sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "fuel"
         return _say(f"{error.format_message().rstrip('.')}; see {command} --help", 2)
     except click.ClickException as error:
         return _say(error.format_message(), 2)
     except FuelError as error:
+        if os.environ.get("FUEL_TRACEBACK"):
+            traceback.print_exception(error)
         return _say(str(error), 2 if isinstance(error, _BAD_INPUT) else 1)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

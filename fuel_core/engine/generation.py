@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -67,7 +67,7 @@ def stream(
     scheduler: str = "auto",
     kv_memory: str = "auto",
     engine: Engine | None = None,
-) -> Iterator[Delta]:
+) -> Generator[Delta, None, None]:
     """:func:`generate`, delta by delta as the tokens come; closing the iterator ends all prompts.
 
     Raises:
@@ -76,14 +76,18 @@ def stream(
     loaded = model if isinstance(model, Loaded) else load(model)
     requests = _requests(loaded, prompts, params, max_new_tokens)
     if not requests:
-        return iter(())
+        return _nothing()
     if engine is None and _is_contiguous(scheduler, loaded):
-        return iter(ContiguousRun(loaded, requests, max_batch))
+        return ContiguousRun(loaded, requests, max_batch).__iter__()
     if engine is None:
         # More blocks than all requests can fill would be of no use.
         useful = sum(map(blocks_of, requests)) + 1
         engine = build_engine(loaded, kv_memory=kv_memory, max_batch=max_batch, max_blocks=useful)
-    return iter(PagedRun(loaded, engine, requests))
+    return PagedRun(loaded, engine, requests).__iter__()
+
+
+def _nothing() -> Generator[Delta, None, None]:
+    yield from ()
 
 
 def _is_contiguous(scheduler: str, loaded: Loaded) -> bool:
@@ -103,7 +107,14 @@ def _requests(
 ) -> list[Request]:
     """Tokenize and check every prompt before any of them runs."""
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(texts)
+    for given in each:
+        if not isinstance(given, SamplingParams):
+            raise InvalidRequestError(
+                f"params of type {type(given).__name__}",
+                needed="SamplingParams",
+                remedy="pass SamplingParams(...)",
+            )
     if len(each) != len(texts):
         raise InvalidRequestError(
             f"{len(each)} sets of parameters for {len(texts)} prompts",
@@ -141,6 +152,17 @@ def _request(
 
 
 def _tokens(loaded: Loaded, prompt: Prompt) -> list[int]:
-    if prompt == "":
-        raise InvalidRequestError("an empty prompt", needed="at least one character", remedy="give a text")
-    return loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidRequestError(
+                "an empty prompt", needed="at least one character", remedy="give a text"
+            )
+        return loaded.tokenizer.encode(prompt)
+    ids = getattr(prompt, "tolist", lambda: prompt)()  # of an array or a tensor
+    if isinstance(ids, bytes) or not isinstance(ids, Sequence):
+        raise InvalidRequestError(
+            f"a prompt of type {type(prompt).__name__}",
+            needed="a text, or a list of token ids",
+            remedy="wrap a single list of ids into a list of prompts, and decode bytes",
+        )
+    return list(ids)

@@ -26,6 +26,12 @@ def choose_kernels(device: torch.device) -> tuple[str, str]:
     if wanted:
         backend, reason = _named(wanted, serving, device), "FUEL_KERNELS names them"
     else:
+        if not serving:
+            raise InvalidRequestError(
+                f"no kernels for {device.type}",
+                needed="the core's own plugin, which brings them",
+                remedy="take core out of FUEL_DISABLE_PLUGINS",
+            )
         # Core's own come first, so that a plugin's win over them.
         backend, reason = list(serving.values())[-1], f"the best installed for {device.type}"
     ops.install(backend, device.type)

@@ -33,9 +33,9 @@ class Loaded:
         device, dtype: where it computes, and in what.
     """
 
-    model: DecodeModel
-    tokenizer: Tokenizer
-    family: ModelFamily
+    model: DecodeModel = attrs.field(repr=False)
+    tokenizer: Tokenizer = attrs.field(repr=False)
+    family: ModelFamily = attrs.field(repr=lambda family: repr(family.name))
     eos_ids: frozenset[int]
     max_context: int | None
     source: Path
@@ -44,7 +44,11 @@ class Loaded:
 
 
 def load(
-    ref: str | Path, device: str = "auto", dtype: str = "auto", *, progress: Progress | None = None
+    ref: str | Path,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    *,
+    progress: Progress | None = None,
 ) -> Loaded:
     """Load a model.
 
@@ -65,8 +69,8 @@ def load(
     checkpoint = registry.open_checkpoint(path)
     family = registry.family_for(checkpoint)
     tokenizer = build_tokenizer(checkpoint.tokenizer, source=checkpoint.source)
-    where = _device(device, family)
-    what = _dtype(dtype, where, family)
+    where = _device(str(device), family)
+    what = _dtype(str(dtype).removeprefix("torch."), where, family)
     choose_kernels(where)
     source = checkpoint if progress is None else _Reporting(checkpoint, progress)
     model = registry.load_model(family, source, device=where, dtype=what)

@@ -82,5 +82,5 @@ class Output:
 
     def _timing(self) -> Timing:
         elapsed = self._last - self._first
-        rate = (len(self._ids) - 1) / elapsed if elapsed > 0 else 0.0
+        rate = (len(self._ids) - 1) / elapsed if elapsed > 0 and self._ids else 0.0
         return Timing(self._first - self._start, self._last - self._start, rate)

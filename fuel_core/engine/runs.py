@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from fuel_core.contracts import FinishReason
 from fuel_core.contracts.errors import CapacityError
@@ -29,7 +29,7 @@ class Run(ABC):
         self._running: dict[SessionId, Output] = {}
         self._start = time.perf_counter()
 
-    def __iter__(self) -> Iterator[Delta]:
+    def __iter__(self) -> Generator[Delta, None, None]:
         try:
             while not self._is_done():
                 yield from self._admit()

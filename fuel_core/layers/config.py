@@ -98,7 +98,6 @@ class DecoderSizes:
         Raises:
             CheckpointError: a needed key is absent, or a value is not one that a decoder can have.
         """
-        config.require("hidden_act", "silu", "silu")
         config.require("quantization_config", None, None)
         heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
         kv_heads = config.size("num_key_value_heads", heads)

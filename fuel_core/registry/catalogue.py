@@ -78,7 +78,7 @@ class Catalogue:
         plugin = guarded(entry.load)
         if not was_loaded and _HEAVY in sys.modules:
             warning = f"its entry module imports {_HEAVY}: import it inside load() and tiny()"
-            self.plugins[info.key] = attrs.evolve(info, warnings=(warning,))
+            self._warn(info.key, warning)
         return plugin
 
     def _declare(self, info: PluginInfo, records: Records) -> None:
@@ -103,7 +103,14 @@ class Catalogue:
         if taken:
             self.contested.update(dict.fromkeys(taken, info.key))
             names = ", ".join(f"{kind.value} {name!r}" for kind, name in taken)
-            raise self._duplicate(names, info, sorted({self.owners[claim] for claim in taken}))
+            owners = sorted({self.owners[claim] for claim in taken})
+            for key in owners:
+                self._warn(key, f"{info.label} registers {names} too, so neither is used for it")
+            raise self._duplicate(names, info, owners)
+
+    def _warn(self, key: str, warning: str) -> None:
+        known = self.plugins[key]
+        self.plugins[key] = attrs.evolve(known, warnings=(*known.warnings, warning))
 
     def _duplicate(self, names: str, info: PluginInfo, keys: Iterable[str]) -> PluginError:
         claimants = [info, *(self.plugins[key] for key in keys)]

@@ -93,6 +93,7 @@ def _from_hub(rest: str) -> Path:
 
 def _hub() -> ModuleType:
     try:
+        importlib.import_module("huggingface_hub.utils")  # not there before it is imported itself
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise DownloadError(

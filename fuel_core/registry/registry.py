@@ -141,12 +141,18 @@ class Registry:
         """
         loading.check_format(family, checkpoint)
         loading.check_placement(family, device, dtype)
+        owner = self._catalogue().owner((Kind.FAMILY, family.name))
         model = loading.call_plugin(
             lambda: family.load(checkpoint, device=device, dtype=dtype),
             f"the loader of the family {family.name!r}",
-            self._catalogue().owner((Kind.FAMILY, family.name)),
+            owner,
         )
         self._vet(model, family.capabilities)
+        # A model that was built only in part shows here, and not in the middle of a request.
+        sizes = (model.n_layers, model.vocab_size, model.max_context, model.layer_state_specs)
+        loading.call_plugin(
+            lambda: [size() for size in sizes], f"the model of the family {family.name!r}", owner
+        )
         return model
 
     def _vet(self, model: DecodeModel, capabilities: Capabilities) -> None:

@@ -21,7 +21,7 @@ from fuel_core.schedule.session import SessionId, SessionPhase
 
 
 class SessionTable(ABC, Generic[S]):
-    """The sessions of one scheduler over one model. Mechanism only: it decides nothing."""
+    """The sessions of one scheduler over one model. It decides nothing, and belongs to one thread."""
 
     def __init__(self, model: DecodeModel) -> None:
         self._model = model

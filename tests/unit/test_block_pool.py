@@ -115,12 +115,13 @@ def test_a_truncation_takes_only_its_own_reference_to_a_shared_block() -> None:
     assert pool.free_blocks == 1
 
 
-def test_a_discarded_session_s_blocks_serve_the_next_one() -> None:
-    pool = make_pool(num_blocks=2, block_size=4)
-    first, second = opened(pool, 4), opened(pool, 4)
-    freed = pool.session_blocks(first)
+def test_a_discarded_session_s_blocks_serve_the_next_one_in_their_order() -> None:
+    pool = make_pool(num_blocks=5, block_size=4)
+    first, second = opened(pool, 12), opened(pool, 4)
+    freed = pool.session_block_table(first)
     pool.discard(first)
-    assert pool.session_blocks(opened(pool, 4)) == freed
+    assert pool.session_block_table(opened(pool, 8)) == freed[:2]
+    assert pool.session_block_table(opened(pool, 8)) == (freed[2], 4)
     assert pool.filled_tokens(second) == 4
 
 

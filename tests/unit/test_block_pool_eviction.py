@@ -194,6 +194,7 @@ def test_an_evicted_session_is_discarded_whole_and_its_handle_with_it() -> None:
     handle = pool.evict_blocks(session, [1]).handle
     pool.discard(session)
     assert pool.free_blocks == 4
+    assert [pool.block_refcount(block) for block in range(4)] == [0] * 4
     with refused(pool, UnknownSessionError):
         pool.restore(session, handle)
     other = pool.open()

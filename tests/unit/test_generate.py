@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from support_checkpoints import EOS, VOCAB, write_directory
@@ -297,6 +298,38 @@ def test_parameters_are_for_all_prompts_or_one_for_each(loaded: Loaded) -> None:
     with pytest.raises(InvalidRequestError, match="max_batch"):
         fuel.generate(loaded, PROMPTS, max_batch=0)
     assert fuel.generate(loaded, []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([5, 6], "wrap a single list"),
+        ([b"abc"], "type bytes"),
+        ([None], "type NoneType"),
+        ([{"role": "user"}], "type dict"),
+    ],
+)
+def test_what_is_no_list_of_prompts_is_refused_with_what_to_do(
+    loaded: Loaded, prompts: Any, said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        fuel.generate(loaded, prompts)
+
+
+def test_ids_may_come_as_an_array_or_a_tensor(loaded: Loaded) -> None:
+    ids = [3, 4, 5]
+    given = [ids, tuple(ids), np.array(ids), torch.tensor(ids)]
+    assert len({tuple(c.token_ids) for c in fuel.generate(loaded, given, max_new_tokens=4)}) == 1
+
+
+def test_parameters_of_another_type_are_refused(loaded: Loaded) -> None:
+    with pytest.raises(InvalidRequestError, match="params of type dict"):
+        fuel.generate(loaded, "x", {"temperature": 0.5})  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_failed_at_once_has_no_speed(loaded: Loaded) -> None:
+    timing = fuel.generate(scripted(loaded, [math.nan]), "x", max_new_tokens=5)[0].timing
+    assert timing.tokens_per_s == 0
 
 
 def test_a_stream_that_is_closed_early_leaves_nothing_behind(loaded: Loaded) -> None:

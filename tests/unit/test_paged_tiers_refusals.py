@@ -85,7 +85,7 @@ def three(
 def fits(model: Decoder, pool: DeviceKvPool, sessions: list[SessionHandle]) -> None:
     """The sessions go on as if nothing had been."""
     poison_free(pool)
-    rows = ragged(model, pool, {session: (11, 12) for session in sessions})
+    rows = ragged(model, pool, dict.fromkeys(sessions, (11, 12)))
     assert distance(rows, lone_rows(model, (*PROMPT, 11, 12))[-1].expand_as(rows)) < TOLERANCE
 
 

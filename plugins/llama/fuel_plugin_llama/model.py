@@ -54,6 +54,7 @@ def build(
     weights: Weights, config: ConfigReader, dtype: torch.dtype, *, window: int | None = None
 ) -> LlamaDecoder:
     """Take all weights and assemble the model."""
+    config.require("hidden_act", "silu", "silu")
     sizes = DecoderSizes.read(config)
     bias, mlp_bias = config.get("attention_bias", bool, False), config.get("mlp_bias", bool, False)
     parts = DecoderParts.load(weights, config.config, sizes, dtype, window=window)

@@ -80,6 +80,7 @@ class QwenDecoder(Decoder):
 
 def build(weights: Weights, config: ConfigReader, variant: Variant, dtype: torch.dtype) -> QwenDecoder:
     """Take all weights and assemble the model."""
+    config.require("hidden_act", "silu", "silu")
     # The window key stands in every Qwen config; only use_sliding_window puts it in force.
     sliding = (
         config.get("use_sliding_window", bool, False)
