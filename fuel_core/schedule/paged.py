@@ -10,6 +10,7 @@ from torch import Tensor
 from fuel_core.contracts.errors import (
     InvalidRequestError,
     OutOfBlocksError,
+    UnknownPrefixError,
     UnsupportedTierError,
 )
 from fuel_core.contracts.requests import check_request
@@ -148,8 +149,7 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
                 changed.
         """
         session = self._new_session(prompt, sampling, eos_ids, max_new_tokens)
-        self.pool.core.prefix_blocks(prefix)
-        check_begins(prompt, self._prefixes[prefix])
+        check_begins(prompt, self._prefix_tokens(prefix))
         session.handle = self.pool.core.open()
         self.pool.core.splice_prefix_from(prefix, session.handle)
         return self._keep(session)
@@ -167,7 +167,8 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
             eos_ids=eos_ids,
             max_new_tokens=max_new_tokens,
         )
-        session.max_blocks = self.pool.core.blocks_required(0, len(prompt) + max_new_tokens)
+        blocks = self.pool.core.blocks_required(0, len(prompt) + max_new_tokens)
+        session.max_blocks = min(blocks, self.pool.geometry.num_blocks)
         return session
 
     def _release(self, session: PagedSession) -> None:
@@ -180,7 +181,8 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
 
         Raises:
             UnknownSessionError: there is no such session.
-            PrefixNotFullyFilledError: not whole blocks, or not all of them filled and resident.
+            PrefixNotFullyFilledError: not whole blocks, or not all of them filled.
+            SessionNotResidentError: the session is suspended.
         """
         session = self.session(donor)
         prefix = self.pool.core.register_prefix(session.handle, n)
@@ -193,8 +195,15 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
         Raises:
             UnknownPrefixError: no such prefix.
         """
+        self._prefix_tokens(prefix)
         self.pool.core.release_prefix(prefix)
         del self._prefixes[prefix]
+
+    def _prefix_tokens(self, prefix: PrefixId) -> tuple[int, ...]:
+        if prefix not in self._prefixes:
+            raise UnknownPrefixError(prefix)
+        self.pool.core.prefix_blocks(prefix)
+        return self._prefixes[prefix]
 
     # -- eviction ------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def test_a_sharer_decodes_as_if_it_had_computed_the_prefix(family: str, block_si
 
 
 def test_only_what_follows_the_prefix_is_fed() -> None:
-    model = WalkingPagedModel()
+    model = WalkingPagedModel(vocab=96)
     scheduler, prefix = shared(model)  # type: ignore[arg-type]
     model.passes.clear()
     id = scheduler.add_session_sharing_prefix(prefix, [*PREFIX, 41, 42], max_new_tokens=2)
@@ -84,21 +84,15 @@ def test_only_what_follows_the_prefix_is_fed() -> None:
 
 
 @pytest.mark.parametrize("fault", ["another prefix", "fed twice", "blocks swapped"])
-def test_a_prefix_that_is_not_the_prompts_is_seen(fault: str) -> None:
+def test_a_prefix_that_is_not_the_prompts_or_not_at_its_place_is_seen(fault: str) -> None:
     model = model_of()
     scheduler, prefix = shared(model, ids(8, 50) if fault == "another prefix" else PREFIX)
-    if fault == "another prefix":
-        scheduler._prefixes[prefix] = PREFIX
-    id = watched(scheduler, A, 5, prefix=prefix)
-    handle = scheduler.session(id).handle
-    if fault == "fed twice":
-        scheduler.pool.core.truncate(handle, 0)
-        for token in PREFIX[:3]:
-            model.forward_paged_step(token, scheduler.pool, handle)
-    elif fault == "blocks swapped":
+    scheduler._prefixes[prefix] = PREFIX
+    id = watched(scheduler, PREFIX + A if fault == "fed twice" else A, 5, prefix=prefix)
+    if fault == "blocks swapped":
+        first, second = scheduler.pool.core.prefix_blocks(prefix)
         for layer in range(2):
             k = scheduler.pool.k_pool(layer)
-            first, second = scheduler.pool.core.prefix_blocks(prefix)
             k[[first, second]] = k[[second, first]]
     scheduler.run_to_completion()
     assert distance(taken(scheduler, id), from_scratch(model, A, 5)[1]) > 1e-3
