@@ -19,13 +19,16 @@ if TYPE_CHECKING:
         Timing,
         build_engine,
         generate,
+        generate_async,
         load,
         stream,
+        stream_async,
     )
 
 __version__ = "0.1.0"
 
-_ENGINE = ("Completion", "Delta", "Engine", "Loaded", "Timing", "build_engine", "generate", "load", "stream")
+_ENGINE = {"Completion", "Delta", "Engine", "Loaded", "Timing", "build_engine", "load"}
+_ENGINE |= {"generate", "generate_async", "stream", "stream_async"}
 
 __all__ = [
     "Completion",
@@ -37,10 +40,12 @@ __all__ = [
     "Timing",
     "build_engine",
     "generate",
+    "generate_async",
     "hookimpl",
     "hookspec",
     "load",
     "stream",
+    "stream_async",
 ]
 
 

@@ -57,8 +57,8 @@ class Output:
             text = self._emit(self._detokenizer.finish(), len(self._ids))
             text += "" if self.stopped else self._stop.flush()
         delta = self._delta(text, [])
-        if self.stopped:
-            reason = FinishReason.STOP
+        if self.stopped:  # whatever befell it beyond the stop string
+            reason, error = FinishReason.STOP, None
         completion = Completion(
             "".join(self._texts), self._ids, len(self.request.tokens), reason, error, self._timing()
         )

@@ -32,15 +32,22 @@ class Run(ABC):
     def __iter__(self) -> Generator[Delta, None, None]:
         try:
             while not self._is_done():
-                yield from self._admit()
-                self._scheduler.step()
-                for id in list(self._running):
-                    yield from self._collect(self._scheduler.session(id))
+                yield from self._advance()
         finally:
-            for id in self._running:
-                self._scheduler.cancel(id)
-                self._scheduler.reap(id)
-            self._running.clear()
+            with self._scheduler.lock:
+                for id in self._running:
+                    self._scheduler.cancel(id)
+                    self._scheduler.reap(id)
+                self._running.clear()
+
+    def _advance(self) -> list[Delta]:
+        """One step; an engine that several runs share moves all of them on with it."""
+        with self._scheduler.lock:
+            deltas = list(self._admit())
+            self._scheduler.step()
+            for id in list(self._running):
+                deltas += self._collect(self._scheduler.session(id))
+            return deltas
 
     @abstractmethod
     def _is_done(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from fuel_core.contracts import DecodeModel, RaggedDecodeModel
+from fuel_core.contracts.errors import InvalidRequestError, UnsupportedTierError
 from fuel_core.kv import SessionHandle
 from fuel_core.kv.device_pool import SessionImage
 from fuel_core.kv.prefix_index import PrefixStats
@@ -30,6 +32,11 @@ class ServedSession(Session):
         self.chain: list[bytes] = []
         self.forks: list[ServedSession] = []
 
+    @property
+    def seats(self) -> int:
+        """How many sessions it is once its prompt has been computed."""
+        return 1 + sum(fork.is_ready for fork in self.forks)
+
 
 @attrs.define
 class EngineStats:
@@ -46,3 +53,35 @@ class EngineStats:
     passes: int = 0
     tokens: int = 0
     preemptions: int = 0
+
+
+def ragged(model: DecodeModel) -> RaggedDecodeModel:
+    """The model as the engine uses it.
+
+    Raises:
+        UnsupportedTierError: it has no ragged tier.
+    """
+    if not isinstance(model, RaggedDecodeModel):
+        raise UnsupportedTierError(
+            f"{type(model).__name__}, which has no ragged tier",
+            needed="a RaggedDecodeModel",
+            remedy="serve it with SessionScheduler",
+        )
+    return model
+
+
+def check_limits(max_batch: int, token_budget: int, watermark: float = 0.0) -> None:
+    """The limits of an engine.
+
+    Raises:
+        InvalidRequestError: names the first that is none.
+    """
+    for name, value in (("max_batch", max_batch), ("token_budget", token_budget)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidRequestError(
+                f"{name} = {value!r}", needed="an integer of at least 1", remedy="raise it"
+            )
+    if isinstance(watermark, bool) or not isinstance(watermark, int | float) or not 0 <= watermark < 1:
+        raise InvalidRequestError(
+            f"watermark = {watermark!r}", needed="a number in [0, 1)", remedy="change it"
+        )

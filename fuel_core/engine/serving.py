@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 
 import attrs
 from torch import Tensor
 
-from fuel_core.contracts import RaggedBatch, RaggedDecodeModel, SamplingParams
-from fuel_core.contracts.errors import CapacityError, InvalidRequestError, UnsupportedTierError
+from fuel_core.contracts import DecodeModel, ModelDims, RaggedBatch, SamplingParams
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 from fuel_core.contracts.requests import check_request
-from fuel_core.engine.served import EngineStats, ServedSession
+from fuel_core.engine.served import EngineStats, ServedSession, check_limits, ragged
 from fuel_core.kv import DeviceKvPool
 from fuel_core.kv.prefix_index import PrefixIndex
-from fuel_core.layers.paged import blocks_needed
+from fuel_core.layers.paged import blocks_needed, check_pool
 from fuel_core.schedule.policy import StepReport
 from fuel_core.schedule.session import SessionId, SessionPhase
 from fuel_core.schedule.table import SessionTable
@@ -41,12 +42,13 @@ class Engine(SessionTable[ServedSession]):
 
     Raises:
         UnsupportedTierError: the model has no ragged tier.
-        InvalidRequestError: a limit below 1.
+        NonUniformStateError, ModelContractError: its state is of another kind or shape than the pool's.
+        InvalidRequestError: a limit below 1, or a watermark outside [0, 1).
     """
 
     def __init__(
         self,
-        model: RaggedDecodeModel,
+        model: DecodeModel,
         pool: DeviceKvPool,
         *,
         max_batch: int = 64,
@@ -54,26 +56,18 @@ class Engine(SessionTable[ServedSession]):
         watermark: float = 0.01,
         namespace: Hashable = (),
     ) -> None:
-        if not isinstance(model, RaggedDecodeModel):
-            raise UnsupportedTierError(
-                f"{type(model).__name__}, which has no ragged tier",
-                needed="a RaggedDecodeModel",
-                remedy="serve it with SessionScheduler",
-            )
-        for name, value in (("max_batch", max_batch), ("token_budget", token_budget)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequestError(
-                    f"{name} = {value!r}", needed="an integer of at least 1", remedy="raise it"
-                )
+        check_limits(max_batch, token_budget, watermark)
         super().__init__(model)
-        self._ragged = model
+        self._ragged = ragged(model)
+        check_pool(pool, ModelDims.from_model(model), pool.device)
         self.pool = pool
         self._max_batch, self._token_budget = max_batch, token_budget
         self._spare = max(1, int(watermark * pool.geometry.num_blocks))
         self._index = PrefixIndex(pool.core, namespace)
         self.stats = EngineStats(self._index.stats)
+        # By age, each of them.
         self._waiting: deque[ServedSession] = deque()
-        self._running: list[ServedSession] = []  # by age, as are those that are preempted
+        self._running: list[ServedSession] = []
         self._preempted: deque[ServedSession] = deque()
 
     @property
@@ -158,7 +152,7 @@ class Engine(SessionTable[ServedSession]):
         first.forks, first.waits_for_parent = forks, False
         for fork in forks:
             fork.waits_for_parent = True
-        self._waiting.append(first)
+        insort(self._waiting, first, key=_age)
 
     def cancel(self, id: SessionId) -> None:
         """End a session and free all that it holds; one that has finished keeps its reason.
@@ -200,20 +194,27 @@ class Engine(SessionTable[ServedSession]):
             self._run(batch, report)
         return report
 
-    def _available(self, need: int) -> bool:
-        """Whether blocks can be had, given up cached ones counted, with room to grow beside them."""
-        need += self._spare if self._running else 0
-        free = self.pool.core.free_blocks
-        return need <= free or need <= free + self._index.reclaimable()
+    def _has_seats(self, session: ServedSession) -> bool:
+        """Whether it and those that will fork from it may run beside the others; alone they always may."""
+        taken = sum(each.seats for each in self._running)
+        return not taken or taken + session.seats <= self._max_batch
+
+    def _has_blocks(self, need: int) -> bool:
+        """Whether blocks can be had beside those that the others are about to take, and some to grow into."""
+        if not self._running:
+            return True
+        need += self._spare + self._need([(each, self._pending(each)) for each in self._running])
+        short = need - self.pool.core.free_blocks
+        return short <= 0 or self._index.reclaimable(short) == short
 
     def _restore(self) -> None:
-        while self._preempted and len(self._running) < self._max_batch:
+        while self._preempted:
             session = self._preempted[0]
-            assert session.image is not None
-            need = self.pool.core.blocks_required(0, session.image.tokens + 1)
-            if not self._available(need):
+            need = self.pool.core.blocks_required(0, len(session.tokens))
+            if not self._has_seats(session) or not self._has_blocks(need):
                 return
-            self._free(need)
+            assert session.image is not None
+            self._free(self.pool.core.blocks_required(0, session.image.tokens))
             session.handle = self.pool.swap_in(session.image)
             session.image = None
             self._enter(self._preempted.popleft())
@@ -221,18 +222,18 @@ class Engine(SessionTable[ServedSession]):
     def _admit(self) -> None:
         while self._waiting and not self._preempted:
             session = self._waiting[0]
-            if len(self._running) + 1 + len(session.forks) > self._max_batch and self._running:
-                return
-            need = self.pool.core.blocks_required(0, len(session.tokens)) - self._index.in_use(session.tokens)
-            if self._running and not self._available(need):
+            if not self._has_seats(session) or not self._has_blocks(self._prompt_blocks(session)):
                 return
             session.handle = self.pool.core.open()
             self._index.take(session.tokens, session.handle)
             self._enter(self._waiting.popleft())
 
+    def _prompt_blocks(self, session: ServedSession) -> int:
+        """The blocks that its prompt takes, but for those that others hold and it can share."""
+        return self.pool.core.blocks_required(0, len(session.tokens)) - self._index.in_use(session.tokens)
+
     def _enter(self, session: ServedSession) -> None:
-        self._running.append(session)
-        self._running.sort(key=lambda each: each.id)
+        insort(self._running, session, key=_age)
 
     def _pending(self, session: ServedSession) -> list[int]:
         """The tokens that are not in the pool yet: of a prompt, or the one that was sampled last."""
@@ -281,13 +282,18 @@ class Engine(SessionTable[ServedSession]):
     def _run(self, batch: list[tuple[ServedSession, list[int]]], report: StepReport) -> None:
         sessions = [session for session, _ in batch]
         tokens = tuple(tuple(new) for _, new in batch)
-        handles = tuple(session.handle for session in sessions)
+        handles = tuple(session.handle for session in sessions if session.handle is not None)
+        filled = [self.pool.core.filled_tokens(handle) for handle in handles]
         try:
             logits = self._ragged.forward_paged_ragged(RaggedBatch(self.pool, handles, tokens))
             logits = self._checked(logits, len(sessions))
-        except Exception as error:  # the pool is as before: find whose fault it was
+        except Exception as error:
+            # A model that raises leaves the pool as it was, but one that returns too little does not.
+            for handle, before in zip(handles, filled, strict=True):
+                self.pool.core.truncate(handle, before)
             self._run_apart(batch, error, report)
             return
+        report.used_batched_arm |= len(sessions) > 1
         self.stats.passes += 1
         self.stats.tokens += sum(map(len, tokens))
         self._index_blocks(sessions)
@@ -296,6 +302,7 @@ class Engine(SessionTable[ServedSession]):
     def _run_apart(
         self, batch: list[tuple[ServedSession, list[int]]], error: Exception, report: StepReport
     ) -> None:
+        """Find whose fault it was: each by itself, until one fails alone."""
         if len(batch) > 1:
             for one in batch:
                 self._run([one], report)
@@ -339,3 +346,7 @@ class Engine(SessionTable[ServedSession]):
             fork.waits_for_parent = False
             self._enter(fork)
         return forks
+
+
+def _age(session: ServedSession) -> int:
+    return session.id

@@ -9,15 +9,17 @@ from pathlib import Path
 import attrs
 import torch
 
-from fuel_core.contracts import ModelDims, RaggedDecodeModel
+from fuel_core.contracts import ModelDims
 from fuel_core.contracts.errors import InvalidRequestError
 from fuel_core.engine.loading import Loaded
+from fuel_core.engine.served import check_limits, ragged
 from fuel_core.engine.serving import Engine
-from fuel_core.kv import DeviceKvPool, KvBudget, KvGeometry
+from fuel_core.kv import DeviceKvPool, KvBudget, KvGeometry, KvMemoryBudget
 from fuel_core.kv.residency import fit_geometry_from_residency, measure_residency, peak_resident_bytes
 from fuel_core.schedule.table import geometry_of
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,15})?)"
 _PROBE_TOKENS = 64
 
 
@@ -34,34 +36,34 @@ def build_engine(
 
     Args:
         loaded: the model.
-        kv_memory: ``2GiB``, ``500MB``, ``40%`` of the free memory, or ``auto``: what the free memory holds,
-            and no more than ``max_batch`` sessions of the whole context can use.
+        kv_memory: ``2GiB``, ``500MB``, ``40%``: what is left of this share of the memory beside the model and
+            its steps, or ``auto``: nearly all of it. The last is no more than ``max_batch`` sessions of the
+            whole context can use.
         max_batch, token_budget: see :class:`Engine`.
         block_size: tokens per block.
         max_blocks: the most blocks that are of use, where that is known.
 
     Raises:
-        InvalidRequestError: a ``kv_memory`` that is none of these.
+        InvalidRequestError: a ``kv_memory`` that is none of these, or a limit below 1.
         UnsupportedTierError: the model has no ragged tier.
         CapacityError: not one block fits.
     """
-    useful = max_blocks or _blocks_of_whole_contexts(loaded, max_batch, block_size)
-    template = geometry_of(
-        ModelDims.from_model(loaded.model), KvBudget(block_size, useful or 1), loaded.dtype
-    )
+    check_limits(max_batch, token_budget)
+    dims = ModelDims.from_model(ragged(loaded.model))
+    one = geometry_of(dims, KvBudget(block_size, 1), loaded.dtype)
+    useful = _blocks_of_whole_contexts(loaded, max_batch, block_size) if max_blocks is None else max_blocks
+    template = one if useful is None else attrs.evolve(one, num_blocks=useful)
     geometry = _geometry(loaded, template, kv_memory, bounded=useful is not None)
     pool = DeviceKvPool(geometry, loaded.dtype, loaded.device)
-    model: RaggedDecodeModel = loaded.model  # type: ignore[assignment]  # the engine checks it
-    return Engine(model, pool, max_batch=max_batch, token_budget=token_budget)
+    return Engine(loaded.model, pool, max_batch=max_batch, token_budget=token_budget)
 
 
 def _geometry(loaded: Loaded, useful: KvGeometry, kv_memory: str, *, bounded: bool) -> KvGeometry:
     """As many blocks as ``kv_memory`` says, and no more than are ``useful`` where that is ``bounded``."""
-    text = kv_memory.strip().upper().replace(" ", "")
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?I?B)", text):
-        wanted = int(float(match[1]) * _UNITS[match[2]])
-        fits = attrs.evolve(useful, num_blocks=max(1, wanted // useful.block_bytes))
-    elif match := re.fullmatch(r"(\d+(?:\.\d+)?)%", text):
+    text = str(kv_memory).strip().upper()
+    if match := re.fullmatch(rf"{_NUMBER} ?(B|[KMG]I?B)", text):
+        fits = _fixed(useful, int(float(match[1]) * _UNITS[match[2]]), kv_memory)
+    elif match := re.fullmatch(rf"{_NUMBER} ?%", text):
         fits = _fit(loaded, useful, float(match[1]) / 100, kv_memory)
     elif text != "AUTO":
         raise _bad(kv_memory)
@@ -72,13 +74,19 @@ def _geometry(loaded: Loaded, useful: KvGeometry, kv_memory: str, *, bounded: bo
     return attrs.evolve(fits, num_blocks=min(fits.num_blocks, useful.num_blocks)) if bounded else fits
 
 
+def _fixed(template: KvGeometry, size: int, kv_memory: str) -> KvGeometry:
+    if not size:
+        raise _bad(kv_memory)
+    return template.fit_to_budget(KvMemoryBudget(size, 1.0, 0))
+
+
 def _fit(loaded: Loaded, template: KvGeometry, utilization: float, kv_memory: str) -> KvGeometry:
     if not 0 < utilization <= 1:
         raise _bad(kv_memory)
     tokens = min(_PROBE_TOKENS, loaded.max_context or _PROBE_TOKENS)
     probe = attrs.evolve(template, num_blocks=-(-tokens // template.block_size))
     report = measure_residency(
-        loaded.model,  # type: ignore[arg-type]  # the engine checks it
+        ragged(loaded.model),
         DeviceKvPool(probe, loaded.dtype, loaded.device),
         tokens,
     )

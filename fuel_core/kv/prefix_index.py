@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import attrs
 
@@ -51,9 +51,9 @@ class PrefixIndex:
         """Blocks in the index."""
         return len(self._holders)
 
-    def reclaimable(self) -> int:
-        """Blocks that only the index holds."""
-        return sum(self._is_alone(holder) for holder in self._holders.values())
+    def reclaimable(self, most: int | None = None) -> int:
+        """Blocks that only the index holds; counted up to ``most``, they are found at once."""
+        return sum(1 for _ in islice(self._alone(), most))
 
     def in_use(self, tokens: Sequence[int]) -> int:
         """How many of the blocks that :meth:`take` would share are held by sessions, and so cost nothing."""
@@ -90,12 +90,14 @@ class PrefixIndex:
 
     def reclaim(self, blocks: int) -> int:
         """Free up to ``blocks`` that only the index holds; how many it was."""
-        alone = (key for key, holder in self._holders.items() if self._is_alone(holder))
-        chosen = [key for key, _ in zip(alone, range(blocks), strict=False)]
+        chosen = list(islice(self._alone(), blocks))
         for key in chosen:
             self._pool.discard(self._holders.pop(key))
         self.stats.blocks_reclaimed += len(chosen)
         return len(chosen)
+
+    def _alone(self) -> Iterator[bytes]:
+        return (key for key, holder in self._holders.items() if self._is_alone(holder))
 
     def _is_alone(self, holder: SessionHandle) -> bool:
         return self._pool.block_refcount(self._pool.resident_block(holder, 0)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,9 +22,14 @@ from fuel_core.schedule.session import SessionId, SessionPhase
 
 
 class SessionTable(ABC, Generic[S]):
-    """The sessions of one scheduler over one model. It decides nothing, and belongs to one thread."""
+    """The sessions of one scheduler over one model. It decides nothing.
+
+    Attributes:
+        lock: to be held by whoever calls anything here, where more than one thread does.
+    """
 
     def __init__(self, model: DecodeModel) -> None:
+        self.lock = threading.RLock()
         self._model = model
         self._sessions: dict[SessionId, S] = {}
         self._next_id = 0
