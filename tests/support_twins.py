@@ -73,7 +73,23 @@ def interleaved(rows: int, head_dim: int) -> list[int]:
     return order
 
 
-def gguf_keys(config: dict[str, Any]) -> dict[str, Any]:
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""What GGUF calls the architectures of Transformers."""
+
+
+def gguf_keys(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """What a converter writes; each architecture has its own way to give the width of a head."""
+    dim = config["head_dim"]
+    width: dict[str, dict[str, Any]] = {
+        "llama": {"rope.dimension_count": dim, "vocab_size": config["vocab_size"]},
+        "qwen2": {},
+        "qwen3": {"attention.key_length": dim, "attention.value_length": dim},
+    }
     return {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -82,13 +98,12 @@ def gguf_keys(config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.dimension_count": config["head_dim"],
         "rope.freq_base": 10000.0,
-        "vocab_size": config["vocab_size"],
+        **width[architecture],
     }
 
 
-def add_keys(writer: gguf.GGUFWriter, keys: dict[str, Any]) -> None:
+def add_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any]) -> None:
     adders = {
         str: writer.add_string,
         float: writer.add_float32,
@@ -97,11 +112,15 @@ def add_keys(writer: gguf.GGUFWriter, keys: dict[str, Any]) -> None:
     }
     for key, value in keys.items():
         if value is not DROPPED:
-            adders[type(value)](f"llama.{key}", value)
+            adders[type(value)](f"{architecture}.{key}", value)
 
 
 class Twin:
-    """A random model, as a GGUF file and as a Transformers directory of the same values."""
+    """A random model, as a GGUF file and as a Transformers directory of the same values.
+
+    ``permuted`` is whether the file has the rows of Q and K in llama.cpp's order for Llamas; None goes by
+    the architecture.
+    """
 
     def __init__(
         self,
@@ -111,7 +130,7 @@ class Twin:
         keys: dict[str, Any] | None = None,
         divisors: list[float] | None = None,
         architecture: str = "LlamaForCausalLM",
-        permuted: bool = True,
+        permuted: bool | None = None,
         **config: Any,
     ) -> None:
         self.config = {**(K_SIZES if kind.endswith("_K") else SIZES), **config}
@@ -120,9 +139,13 @@ class Twin:
         cls = getattr(transformers, architecture)
         model = cls(cls.config_class(**self.config))
         randomize(model)
-        writer = gguf.GGUFWriter(self.file, "llama")
-        add_keys(writer, {**gguf_keys(self.config), **(keys or {})})
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, self.config["num_hidden_layers"])
+        name_in_gguf = ARCHITECTURES[architecture]
+        permuted = name_in_gguf == "llama" if permuted is None else permuted
+        writer = gguf.GGUFWriter(self.file, name_in_gguf)
+        add_keys(writer, name_in_gguf, {**gguf_keys(self.config, name_in_gguf), **(keys or {})})
+        names = gguf.get_tensor_name_map(
+            gguf.MODEL_ARCH[name_in_gguf.upper()], self.config["num_hidden_layers"]
+        )
         for place, (name, weight) in enumerate(model.named_parameters()):
             known = names.get_name(name, try_suffixes=(".weight", ".bias"))
             order = slice(None)

@@ -77,7 +77,7 @@ def stream(
     requests = _requests(loaded, prompts, params, max_new_tokens)
     if not requests:
         return _nothing()
-    if engine is None and _is_contiguous(scheduler, loaded):
+    if _is_contiguous(scheduler, loaded, engine):
         return ContiguousRun(loaded, requests, max_batch).__iter__()
     if engine is None:
         # More blocks than all requests can fill would be of no use.
@@ -90,13 +90,17 @@ def _nothing() -> Generator[Delta, None, None]:
     yield from ()
 
 
-def _is_contiguous(scheduler: str, loaded: Loaded) -> bool:
+def _is_contiguous(scheduler: str, loaded: Loaded, engine: Engine | None) -> bool:
     if scheduler not in ("auto", "paged", "contiguous"):
         raise InvalidRequestError(
             f"scheduler {scheduler!r}", needed="auto, paged or contiguous", remedy="choose one of them"
         )
+    if engine is not None and scheduler == "contiguous":
+        raise InvalidRequestError(
+            "an engine for the contiguous scheduler", needed="one or the other", remedy="leave one out"
+        )
     pageable = isinstance(loaded.model, RaggedDecodeModel)
-    return scheduler == "contiguous" or (scheduler == "auto" and not pageable)
+    return scheduler == "contiguous" or (scheduler == "auto" and not pageable and engine is None)
 
 
 def _requests(

@@ -77,10 +77,12 @@ class PagedRun(Run):
 
     Raises:
         CapacityError: a request needs more blocks than the engine has. None has been queued.
+        InvalidRequestError: the engine is over another model.
     """
 
     def __init__(self, loaded: Loaded, engine: Engine, requests: Sequence[Request]) -> None:
         super().__init__(loaded, engine)
+        engine.check_model(loaded.model)
         self._engine, self._waiting = engine, list(requests)
         for request in requests:
             engine.check(request.tokens, request.params, request.max_new_tokens)

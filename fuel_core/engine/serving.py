@@ -77,6 +77,19 @@ class Engine(SessionTable[ServedSession]):
 
     # -- requests ------------------------------------------------------------------------------
 
+    def check_model(self, model: DecodeModel) -> None:
+        """Refuse another model than the engine's own.
+
+        Raises:
+            InvalidRequestError: it is another.
+        """
+        if model is not self._model:
+            raise InvalidRequestError(
+                "an engine over another model",
+                needed="one over the model that is asked",
+                remedy="make it with build_engine(loaded)",
+            )
+
     def submit(
         self,
         prompt: Sequence[int],

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from support_machine import DISTRIBUTIONS, ROOT, Machine
 
+QUANTIZED = {"llama-gguf", "qwen2-gguf", "qwen3-gguf"}
+
 
 def test_every_distribution_is_a_pure_wheel_with_its_licence_and_type_marker(wheels: Path) -> None:
     built = {path.name.split("-")[0].replace("_", "-"): path for path in wheels.glob("*.whl")}
@@ -42,12 +44,12 @@ def test_the_wheels_generate_real_text(machine: Machine, smollm2_path: Path) -> 
 
 
 def test_a_plugins_families_come_and_go_with_it(machine: Machine, families: Callable[[], set[str]]) -> None:
-    assert families() == {"llama", "llama-gguf"}
+    assert families() == {"llama", *QUANTIZED}
     machine.install("fuel-plugin-qwen3")
-    assert families() == {"llama", "llama-gguf", "qwen2", "qwen3"}
+    assert families() == {"llama", *QUANTIZED, "qwen2", "qwen3"}
     assert "fuel-plugin-qwen3" in machine.run("fuel", "plugins").stdout
     machine.run("pip", "uninstall", "--quiet", "--yes", "fuel-plugin-qwen3")
-    assert families() == {"llama", "llama-gguf"}
+    assert families() == {"llama", *QUANTIZED}
     assert "fuel-plugin-qwen3" not in machine.run("fuel", "plugins").stdout
 
 

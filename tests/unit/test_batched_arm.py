@@ -44,7 +44,7 @@ def filled_caches(model: DecodeModel, size: int = 10) -> list[KvCache]:
 # --- one pass against lone steps
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "llama-gguf"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "llama-gguf", "qwen2-gguf", "qwen3-gguf"])
 def test_a_batched_step_is_one_lone_step_for_each_cache_and_writes_the_same(family: str) -> None:
     model, tokens = tiny(family, 9), (11, 12, 13)
     together, alone = filled_caches(model), filled_caches(model)

@@ -310,7 +310,7 @@ def test_a_slot_that_was_truncated_away_and_grew_again_belongs_to_no_old_handle(
     assert [slot for slot, _ in pool.restore(session, new)] == [2]
 
 
-def test_a_pool_remembers_no_handle_that_its_owner_has_dropped() -> None:
+def test_a_pool_remembers_no_handle_that_is_restored_or_that_nobody_can_restore() -> None:
     pool = make_pool(num_blocks=6, block_size=4)
     session = opened(pool, 4)
     kept = pool.evict(session).handle
@@ -318,3 +318,7 @@ def test_a_pool_remembers_no_handle_that_its_owner_has_dropped() -> None:
     gc.collect()
     assert [handle() for handle in dropped] == [None] * 3
     assert len(pool.restore(session, kept)) == 1
+    spent = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert spent() is None

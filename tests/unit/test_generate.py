@@ -239,20 +239,30 @@ BAD = {
 }
 
 
+either_scheduler = pytest.mark.parametrize("scheduler", ["paged", "contiguous"])
+
+
+@either_scheduler
 @pytest.mark.parametrize("case", BAD)
-def test_a_request_that_cannot_be_served_is_refused_and_the_next_is_fine(loaded: Loaded, case: str) -> None:
+def test_a_request_that_cannot_be_served_is_refused_and_the_next_is_fine(
+    loaded: Loaded, case: str, scheduler: str
+) -> None:
     prompt, options, said = BAD[case]
     with pytest.raises(InvalidRequestError, match=said):
-        fuel.generate(loaded, [prompt], **options)
-    assert fuel.generate(loaded, ["one"], max_new_tokens=3)[0].finish_reason == "length"
+        fuel.generate(loaded, [prompt], scheduler=scheduler, **options)
+    [fine] = fuel.generate(loaded, ["one"], max_new_tokens=3, scheduler=scheduler)
+    assert fine.finish_reason == "length"
 
 
+@either_scheduler
 @pytest.mark.parametrize("case", BAD)
-def test_one_bad_prompt_among_many_is_named_before_any_has_run(loaded: Loaded, case: str) -> None:
+def test_one_bad_prompt_among_many_is_named_before_any_has_run(
+    loaded: Loaded, case: str, scheduler: str
+) -> None:
     prompt, options, _ = BAD[case]
     ran = attrs.evolve(loaded, model=Never(loaded.model))
     with pytest.raises(InvalidRequestError, match="of 3") as caught:
-        list(fuel.stream(ran, ["ok", prompt, "ok"], **options))
+        list(fuel.stream(ran, ["ok", prompt, "ok"], scheduler=scheduler, **options))
     # What is wrong with all of them is told of the first.
     assert caught.value.figures["prompt_index"] == (0 if options else 1)
 

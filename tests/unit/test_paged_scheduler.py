@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support_models import CoreOnlyModel, MlaShapedModel, distance, filled, lone_run, once, raising, tiny
-from support_paged import (
-    TOLERANCE,
+from support_paged import TOLERANCE, every_block_size, every_family, ids, model_of
+from support_paged_sessions import (
     WalkingPagedModel,
     assert_as_alone,
-    every_block_size,
-    every_family,
     from_scratch,
-    ids,
-    model_of,
     paged_scheduler,
     taken,
     watched,

@@ -6,15 +6,12 @@ import random
 
 import pytest
 from support_models import once, raising
-from support_paged import (
+from support_paged import every_family, ids, model_of, poison_free
+from support_paged_sessions import (
     WalkingPagedModel,
     assert_as_alone,
-    every_family,
     from_scratch,
-    ids,
-    model_of,
     paged_scheduler,
-    poison_free,
     taken,
     watched,
 )

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import torch
-from support_paged import (
-    TOLERANCE,
+from support_paged import TOLERANCE, every_block_size, every_family, ids, model_of, same
+from support_paged_sessions import (
     WalkingPagedModel,
     assert_as_alone,
-    every_block_size,
-    every_family,
     from_scratch,
-    ids,
-    model_of,
     paged_scheduler,
-    same,
     taken,
     watched,
 )

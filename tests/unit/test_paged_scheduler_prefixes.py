@@ -7,19 +7,13 @@ from typing import Any
 import pytest
 import torch
 from support_models import distance, tiny
-from support_paged import (
+from support_paged import content, every_block_size, every_family, ids, model_of, poison_free, untouched
+from support_paged_sessions import (
     WalkingPagedModel,
     assert_as_alone,
-    content,
-    every_block_size,
-    every_family,
     from_scratch,
-    ids,
-    model_of,
     paged_scheduler,
-    poison_free,
     taken,
-    untouched,
     watched,
 )
 
@@ -58,18 +52,23 @@ def shared(
 
 @every_family
 @every_block_size
-@pytest.mark.parametrize("suffix", [1, 4, 5])
-def test_a_sharer_decodes_as_if_it_had_computed_the_prefix(family: str, block_size: int, suffix: int) -> None:
+def test_a_sharer_decodes_as_if_it_had_computed_the_prefix(family: str, block_size: int) -> None:
     model, tokens = model_of(family), ids(2 * block_size)
     scheduler, prefix = shared(model, tokens, block_size)
-    prompt = tokens + ids(suffix, 5)
+    core, prompt = scheduler.pool.core, tokens + ids(5, 5)
     id = watched(scheduler, prompt, 6, 3, prefix=prefix)
-    assert scheduler.pool.core.filled_tokens(scheduler.session(id).handle) == 2 * block_size
+    assert core.filled_tokens(scheduler.session(id).handle) == 2 * block_size
     assert scheduler.kv_free_blocks == 62
-    assert [scheduler.pool.core.block_refcount(b) for b in scheduler.pool.core.prefix_blocks(prefix)] == [
-        2,
-        2,
-    ]
+    assert [core.block_refcount(block) for block in core.prefix_blocks(prefix)] == [2, 2]
+    scheduler.run_to_completion()
+    assert_as_alone(scheduler, id, model, prompt, 6, 3)
+
+
+@pytest.mark.parametrize("suffix", [1, 3, 4, 5, 8])
+def test_what_follows_a_prefix_may_be_of_any_length(suffix: int) -> None:
+    model, prompt = model_of(), PREFIX + ids(suffix, 5)
+    scheduler, prefix = shared(model)
+    id = watched(scheduler, prompt, 6, 3, prefix=prefix)
     scheduler.run_to_completion()
     assert_as_alone(scheduler, id, model, prompt, 6, 3)
 

@@ -85,7 +85,7 @@ def test_a_core_only_model_declines_the_batched_arm_in_word_and_deed() -> None:
     assert [cache.cached_len for cache in caches] == [0, 0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "llama-gguf"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "llama-gguf", "qwen2-gguf", "qwen3-gguf"])
 def test_a_model_that_claims_the_batched_arm_delivers_it(family: str) -> None:
     model = tiny(family)
     assert model.supports_batched_decode()

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fuel_core import hookimpl
 from fuel_core.contracts import TIERS, Capabilities, ModelFamily
+from fuel_plugin_quantized.table import ENTRIES, family_name
 
 if TYPE_CHECKING:
     from fuel_core.contracts import DecodeModel
 
 
-def _load_llama(*args: Any, **kwargs: Any) -> DecodeModel:
-    from fuel_plugin_quantized.llama import load
+def _load(architecture: str, *args: Any, **kwargs: Any) -> DecodeModel:
+    from fuel_plugin_quantized.families import load
 
-    return load(*args, **kwargs)
+    return load(architecture, *args, **kwargs)
 
 
-def _tiny_llama(*args: Any, **kwargs: Any) -> DecodeModel:
-    from fuel_plugin_quantized.llama import tiny
+def _tiny(architecture: str, *args: Any, **kwargs: Any) -> DecodeModel:
+    from fuel_plugin_quantized.families import tiny
 
-    return tiny(*args, **kwargs)
+    return tiny(architecture, *args, **kwargs)
 
 
 @hookimpl
@@ -34,11 +36,12 @@ def fuel_register_models() -> list[ModelFamily]:
     )
     return [
         ModelFamily(
-            name="llama-gguf",
-            gguf_architectures=("llama",),
+            name=family_name(architecture),
+            gguf_architectures=(architecture,),
             capabilities=capabilities,
             api_version="1.0",
-            load=_load_llama,
-            tiny=_tiny_llama,
+            load=partial(_load, architecture),
+            tiny=partial(_tiny, architecture),
         )
+        for architecture in ENTRIES
     ]

@@ -23,7 +23,9 @@ _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
+    "attn_q_norm": "self_attn.q_norm",
     "attn_k": "self_attn.k_proj",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
@@ -57,6 +59,7 @@ def map_config(checkpoint: Checkpoint) -> dict[str, Any]:
     keys.equal("attention.value_length", head_dim)
     keys.equal("rope.dimension_count", head_dim)
     keys.equal("expert_count", 0)
+    window = keys.window()
     return {
         "vocab_size": _vocab_size(checkpoint),
         "hidden_size": hidden,
@@ -70,7 +73,9 @@ def map_config(checkpoint: Checkpoint) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in checkpoint,
         "mlp_bias": "blk.0.ffn_up.bias" in checkpoint,
         "tie_word_embeddings": "output.weight" not in checkpoint,
-        "sliding_window": keys.window(),
+        "sliding_window": window,
+        # A Qwen config names a window that is not in force; a GGUF header names none.
+        "use_sliding_window": window is not None,
         "rope_parameters": _rope(checkpoint, keys),
     }
 

@@ -23,7 +23,7 @@ from fuel_core import registry
 from fuel_core.contracts import DecodeModel, ModelDims, QuantizedTensor
 from fuel_core.schedule import Batched, RoundRobin
 from fuel_core.weights import MemoryCheckpoint
-from fuel_plugin_quantized.llama import tiny_checkpoint
+from fuel_plugin_quantized.families import tiny_checkpoint
 
 POSITION, STEPS = 40, 6
 PROMPT = [1 + i * 7 % 95 for i in range(POSITION)]
@@ -69,7 +69,7 @@ def divisors() -> Tensor:
 
 def quantized(seed: int, *, scaled: bool) -> DecodeModel:
     """The surface under test, loaded from a GGUF checkpoint with or without ``rope_freqs``."""
-    checkpoint = tiny_checkpoint(seed)
+    checkpoint = tiny_checkpoint(seed=seed)
     if scaled:
         tensors = {**checkpoint.tensors, "rope_freqs.weight": divisors}
         checkpoint = attrs.evolve(checkpoint, tensors=tensors)
@@ -120,7 +120,7 @@ def base(seed: int, rope_scaling: dict[str, Any] | None) -> DecodeModel:
         format="safetensors",
         architecture="LlamaForCausalLM",
         config=config,
-        tensors=hugging_face(tiny_checkpoint(seed)),
+        tensors=hugging_face(tiny_checkpoint(seed=seed)),
     )
     return registry.family("llama").load(checkpoint, device="cpu", dtype=torch.float32)
 
