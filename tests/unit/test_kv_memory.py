@@ -1,0 +1,232 @@
+"""How large an engine's pool is: what is asked for, and no more than is there or of use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import pytest
+import torch
+from support_checkpoints import write_directory
+from support_engine import ask
+from support_models import CoreOnlyModel, MlaShapedModel
+from support_paged import model_of
+
+import fuel_core as fuel
+from fuel_core.contracts.errors import (
+    CapacityError,
+    FuelError,
+    InvalidRequestError,
+    NonUniformStateError,
+    UnsupportedTierError,
+)
+from fuel_core.engine import Engine, Loaded, build_engine, sizing
+
+BLOCK = 2 * 2 * 2 * 16 * 16 * 4
+"""Bytes of 16 tokens in 2 layers with 2 KV heads of 16 float32 values, K and V."""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return fuel.load(write_directory(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A device of 1,000 blocks, of which the process and a step have taken 300 at most, a probe's 4 in them."""
+    monkeypatch.setattr(sizing, "_device_bytes", lambda device: 1000 * BLOCK)
+    report = sizing.measure_residency
+
+    def measured(*args: object) -> object:
+        report(*args)  # type: ignore[arg-type]
+        return attrs.evolve(report(*args), peak_bytes=304 * BLOCK)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sizing, "measure_residency", measured)
+    yield monkeypatch
+
+
+def blocks(engine: Engine) -> int:
+    return engine.pool.geometry.num_blocks
+
+
+UNBOUNDED = 10**6
+"""More blocks than any of these sizes gives."""
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ("16384B", 1),
+        ("32767B", 1),
+        ("1MiB", 64),
+        ("1mib", 64),
+        (" 1 MiB ", 64),
+        ("1MB", 61),
+        ("0.5MiB", 32),
+        ("17KiB", 1),
+        ("0.01GiB", 655),
+        ("0.01GB", 610),
+        ("500KB", 30),
+    ],
+)
+def test_a_size_is_as_many_blocks_as_it_holds(loaded: Loaded, size: str, count: int) -> None:
+    assert blocks(build_engine(loaded, kv_memory=size, max_blocks=UNBOUNDED)) == count
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "",
+        "2",
+        "GiB",
+        "2IB",
+        "2TiB",
+        "2 G",
+        "-1GiB",
+        "1e3MB",
+        "1,5GiB",
+        "1.GiB",
+        ".5GiB",
+        "0B",
+        "0GiB",
+        "1 0MB",
+    ]
+    + [
+        "%",
+        "0%",
+        "101%",
+        "-5%",
+        "5%%",
+        "half",
+        "auto!",
+        "nan%",
+        "inf B",
+        "0.00001B",
+        "9" * 400 + "B",
+        2**30,
+        None,
+    ]
+    + ["٣GiB", "2GiB\n2"],
+)
+def test_a_size_that_is_none_is_refused_by_what_was_given(loaded: Loaded, size: str) -> None:
+    with pytest.raises(InvalidRequestError, match="KV memory") as caught:
+        build_engine(loaded, kv_memory=size)
+    assert repr(size) in str(caught.value)
+    with pytest.raises(InvalidRequestError, match="KV memory"):
+        fuel.generate(loaded, "x", kv_memory=size)
+
+
+@pytest.mark.parametrize("size", ["1B", "16KB", "16383B"])
+def test_a_size_below_one_block_is_refused_with_what_a_block_needs(loaded: Loaded, size: str) -> None:
+    with pytest.raises(CapacityError, match="size of one block") as caught:
+        build_engine(loaded, kv_memory=size)
+    assert caught.value.figures["need"] == BLOCK
+
+
+def test_no_size_gives_more_blocks_than_are_of_use(loaded: Loaded) -> None:
+    assert blocks(build_engine(loaded, kv_memory="1GiB", max_blocks=7)) == 7
+    # Of 128 tokens each, as long as the context.
+    assert blocks(build_engine(loaded, kv_memory="1GiB", max_batch=3)) == 3 * 8
+    assert blocks(build_engine(loaded, kv_memory="1GiB", max_batch=3, block_size=100)) == 3 * 2
+    assert blocks(build_engine(loaded)) == 32 * 8
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("auto", 600), ("AUTO", 600), ("100%", 700), ("50%", 200), ("40.5%", 105)]
+)
+def test_a_share_is_what_a_step_leaves_of_it(
+    loaded: Loaded, machine: pytest.MonkeyPatch, size: str, count: int
+) -> None:
+    assert blocks(build_engine(loaded, kv_memory=size, max_blocks=UNBOUNDED)) == count
+    assert blocks(build_engine(loaded, kv_memory=size, max_blocks=100)) == 100
+
+
+def test_a_share_that_the_model_alone_has_taken_is_refused(
+    loaded: Loaded, machine: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CapacityError, match="size of one block"):
+        build_engine(loaded, kv_memory="30%")
+    assert blocks(build_engine(loaded, kv_memory="30.1%")) == 1
+
+
+def test_a_model_without_a_context_limit_gets_what_the_memory_holds(
+    loaded: Loaded, machine: pytest.MonkeyPatch
+) -> None:
+    endless = attrs.evolve(loaded, max_context=None)
+    assert blocks(build_engine(endless)) == 600
+    assert blocks(build_engine(endless, kv_memory="1MiB")) == 64
+
+
+def test_what_is_clearly_small_is_not_measured(loaded: Loaded, machine: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("measured")
+
+    machine.setattr(sizing, "measure_residency", never)
+    assert blocks(build_engine(loaded, max_blocks=249)) == 249
+    with pytest.raises(AssertionError, match="measured"):
+        build_engine(loaded, max_blocks=250)
+
+
+def test_a_measured_share_of_this_machine_is_some_blocks_and_not_all_of_it(loaded: Loaded) -> None:
+    """Real figures: half of the memory is more than a small model takes, and less than there is."""
+    engine_blocks = sizing._geometry(
+        loaded,
+        attrs.evolve(build_engine(loaded, max_blocks=1).pool.geometry, num_blocks=2**40),
+        "90%",
+        bounded=True,
+    ).num_blocks
+    assert 0 < engine_blocks * BLOCK < sizing._device_bytes(torch.device("cpu"))
+
+
+def test_a_pool_is_in_the_dtype_of_the_model(loaded: Loaded) -> None:
+    half = attrs.evolve(loaded, dtype=torch.bfloat16)
+    engine = build_engine(half, kv_memory="1MiB", max_blocks=UNBOUNDED)
+    assert (engine.pool.dtype, blocks(engine)) == (torch.bfloat16, 128)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": -4}, "block_size"),
+        ({"max_batch": 0}, "max_batch"),
+        ({"max_batch": -1}, "max_batch"),
+        ({"max_batch": "8"}, "max_batch"),
+        ({"token_budget": 0}, "token_budget"),
+        ({"max_blocks": 0}, "num_blocks"),
+        ({"max_blocks": -2}, "num_blocks"),
+    ],
+    ids=str,
+)
+def test_a_limit_that_is_none_is_refused_by_its_name(
+    loaded: Loaded, options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(FuelError, match=said):
+        build_engine(loaded, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", ["auto", "50%", "1MiB"])
+@pytest.mark.parametrize(
+    ("model", "error"), [(CoreOnlyModel(), UnsupportedTierError), (MlaShapedModel(), UnsupportedTierError)]
+)
+def test_a_model_that_no_pool_serves_is_declined_before_one_is_made(
+    loaded: Loaded, size: str, model: CoreOnlyModel, error: type[FuelError]
+) -> None:
+    with pytest.raises(error):
+        build_engine(attrs.evolve(loaded, model=model), kv_memory=size)
+
+
+def test_layers_that_differ_are_declined_too(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama", num_hidden_layers=4)
+    monkeypatch.setattr(type(model), "layer_state_specs", MlaShapedModel.layer_state_specs)
+    with pytest.raises(NonUniformStateError):
+        build_engine(attrs.evolve(loaded, model=model))
+
+
+def test_a_pool_smaller_than_a_prompt_needs_is_refused_before_it_runs(loaded: Loaded) -> None:
+    prompt = list(ask(60).prompt)
+    with pytest.raises(CapacityError, match="needs 5 KV blocks") as caught:
+        fuel.stream(loaded, [prompt], max_new_tokens=20, kv_memory="64KiB")
+    assert (caught.value.figures["need"], caught.value.figures["have"]) == (5, 4)
+    [completion] = fuel.generate(loaded, [prompt], max_new_tokens=5, kv_memory="64KiB")
+    assert completion.finish_reason == "length"
