@@ -40,11 +40,6 @@ def peak_memory_mb() -> float:
     return peak_resident_bytes() / 1e6
 
 
-def one_line(text: object) -> str:
-    """A text on one line, whatever a library put into its message."""
-    return " ".join(str(text).split())
-
-
 def echo_json(value: Any) -> None:
     """Print one JSON document on one line."""
     click.echo(json.dumps(value, ensure_ascii=False))

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from fuel_core.cli.console import echo_json, load_model, one_line, peak_memory_mb
+from fuel_core.cli.console import echo_json, load_model, peak_memory_mb
 from fuel_core.cli.options import runtime_options, sampling_options, sampling_params
 from fuel_core.contracts import SamplingParams
 from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.registry.naming import one_line
 
 if TYPE_CHECKING:
     from fuel_core.engine import Completion, Delta, Loaded
@@ -58,13 +59,14 @@ def _prompts(prompt: str | None, path: Path | None) -> list[str]:
     if path is None:
         return [prompt or ""]
     try:
-        with click.open_file(str(path), encoding="utf-8") as file:
-            lines: list[str] = file.read().splitlines()
+        with click.open_file(str(path), encoding="utf-8-sig") as file:
+            # Only line ends: a prompt may hold what str.splitlines takes for one.
+            lines: list[str] = file.read().removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(
             f"prompts file {path}: {error}", needed="a readable UTF-8 text", remedy="check the path"
         ) from error
-    if not lines:
+    if lines == [""]:
         raise InvalidRequestError(
             f"prompts file {path} is empty", needed="a prompt per line", remedy="write one"
         )

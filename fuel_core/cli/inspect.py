@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from fuel_core import __version__, registry
-from fuel_core.cli.console import echo_json, echo_table, one_line
+from fuel_core.cli.console import echo_json, echo_table
 from fuel_core.contracts import FuelError
 from fuel_core.registry import references
 from fuel_core.registry.cache import cache_dir
+from fuel_core.registry.naming import one_line
 
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 
@@ -32,7 +33,7 @@ def plugins(as_json: bool) -> None:
 
 
 def _plugin(info: registry.PluginInfo) -> dict[str, Any]:
-    error = None if info.error is None else one_line(f"{type(info.error).__name__}: {info.error}")
+    error = None if info.error is None else one_line(info.error)
     return {
         "name": info.name,
         "distribution": info.distribution,

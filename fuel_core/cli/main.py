@@ -11,7 +11,6 @@ import click
 
 from fuel_core import __version__, registry
 from fuel_core.cli.chat import chat
-from fuel_core.cli.console import one_line
 from fuel_core.cli.generate import generate
 from fuel_core.cli.inspect import doctor, models, plugins
 from fuel_core.cli.pull import pull
@@ -34,6 +33,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 2 wrong usage or bad input, 1 anything else."""
     # Idle OpenMP threads that spin starve whatever else runs on the machine, and are starved in turn.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for as long as the process lives)
     sys.exit(_run(args))
 
 
@@ -57,13 +59,13 @@ def _run(args: Sequence[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 1
-    except BrokenPipeError:
-        # The reader went away; Python would complain once more when it flushes at exit.
+    except OSError as error:
+        # Nothing can be written any more; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 1 if isinstance(error, BrokenPipeError) else _say(f"cannot write: {error}", 1)
     return 0
 
 
 def _say(text: str, code: int) -> int:
-    click.echo(f"fuel: {one_line(text)}", err=True)
+    click.echo(f"fuel: {' '.join(text.split())}", err=True)
     return code

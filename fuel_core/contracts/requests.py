@@ -20,7 +20,7 @@ def check_tokens(ids: Sequence[object], vocab_size: int) -> None:
             "a prompt of no tokens", needed="at least one token", remedy="give a longer prompt"
         )
     for place, token in enumerate(ids):
-        if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
             raise InvalidRequestError(
                 f"token id {token!r} at position {place}",
                 needed=f"an id in [0, {vocab_size})",

@@ -58,8 +58,10 @@ def _integer(low: int, high: int) -> Any:
     return check
 
 
-def _stop_tuple(value: str | Iterable[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+def _stop_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def _stop_texts(_: object, __: object, value: tuple[Any, ...]) -> None:

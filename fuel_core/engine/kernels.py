@@ -8,8 +8,9 @@ import torch
 
 from fuel_core import registry
 from fuel_core.contracts import KernelBackend
-from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.contracts.errors import InvalidRequestError, PluginError
 from fuel_core.kernels import ops
+from fuel_core.registry.naming import one_line
 
 
 def choose_kernels(device: torch.device) -> tuple[str, str]:
@@ -34,7 +35,14 @@ def choose_kernels(device: torch.device) -> tuple[str, str]:
             )
         # Core's own come first, so that a plugin's win over them.
         backend, reason = list(serving.values())[-1], f"the best installed for {device.type}"
-    ops.install(backend, device.type)
+    try:
+        ops.install(backend, device.type)
+    except Exception as error:  # a plugin's own code: any kind may come out of it
+        raise PluginError(
+            f"the kernels {backend.name!r} cannot be loaded: {one_line(error)}",
+            needed="a backend whose load() returns a module",
+            remedy="set FUEL_KERNELS=reference, or mend or disable the plugin that brings them",
+        ) from error
     return backend.name, reason
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fuel_core import registry
 from fuel_core.contracts import DTYPES, Checkpoint, DecodeModel, ModelFamily, QuantizedTensor
-from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.contracts.errors import CheckpointError, FuelError, InvalidRequestError
 from fuel_core.engine.kernels import choose_kernels
+from fuel_core.registry.naming import one_line
 from fuel_core.text import Tokenizer, build_tokenizer
 
 Progress = Callable[[int, int], None]
@@ -68,13 +69,26 @@ def load(
     path = registry.resolve(str(ref))
     checkpoint = registry.open_checkpoint(path)
     family = registry.family_for(checkpoint)
-    tokenizer = build_tokenizer(checkpoint.tokenizer, source=checkpoint.source)
+    tokenizer = _tokenizer(checkpoint)
     where = _device(str(device), family)
     what = _dtype(str(dtype).removeprefix("torch."), where, family)
     choose_kernels(where)
     source = checkpoint if progress is None else _Reporting(checkpoint, progress)
     model = registry.load_model(family, source, device=where, dtype=what)
     return Loaded(model, tokenizer, family, tokenizer.eos_ids, model.max_context(), path, where, what)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    try:
+        return build_tokenizer(checkpoint.tokenizer, source=checkpoint.source)
+    except FuelError:
+        raise
+    except Exception as error:  # what the library raises for a damaged vocabulary shares no base
+        raise CheckpointError(
+            f"{checkpoint.source}: its tokenizer cannot be built: {one_line(error)}",
+            needed="a sound vocabulary",
+            remedy="fetch the model again",
+        ) from error
 
 
 def _device(name: str, family: ModelFamily) -> torch.device:
@@ -84,10 +98,17 @@ def _device(name: str, family: ModelFamily) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a bad name and an absent device
+    except Exception as error:  # torch raises half a dozen kinds for a bad name and an absent device
         raise InvalidRequestError(
             f"device {name!r}", needed="a device of this machine: auto, cpu or cuda", remedy="see fuel doctor"
         ) from error
+    served = family.capabilities.devices
+    if device.type not in served:
+        raise InvalidRequestError(
+            f"device {name!r}",
+            needed=f"one that the family {family.name} serves: {', '.join(served)}",
+            remedy="choose one of them",
+        )
     return device
 
 

@@ -250,11 +250,19 @@ class Engine(SessionTable[ServedSession]):
 
     def _pending(self, session: ServedSession) -> list[int]:
         """The tokens that are not in the pool yet: of a prompt, or the one that was sampled last."""
-        assert session.handle is not None
-        return session.tokens[self.pool.core.filled_tokens(session.handle) :]
+        return session.tokens[self._held(session) :]
+
+    def _held(self, session: ServedSession) -> int:
+        return 0 if session.handle is None else self.pool.core.filled_tokens(session.handle)
+
+    def _rewind(self, session: ServedSession, held: int) -> None:
+        if session.handle is not None:
+            self.pool.core.truncate(session.handle, min(held, self._held(session)))
 
     def _batch(self) -> list[tuple[ServedSession, list[int]]]:
         """Decoding sessions first, then prompts in order up to the budget."""
+        for session in self._running:  # one whose step was interrupted computes its last token again
+            self._rewind(session, len(session.tokens) - 1)
         pending = [(session, self._pending(session)) for session in self._running]
         batch = [(session, tokens) for session, tokens in pending if session.phase is SessionPhase.DECODE]
         room = self._token_budget - len(batch)
@@ -296,21 +304,24 @@ class Engine(SessionTable[ServedSession]):
         sessions = [session for session, _ in batch]
         tokens = tuple(tuple(new) for _, new in batch)
         handles = tuple(session.handle for session in sessions if session.handle is not None)
-        filled = [self.pool.core.filled_tokens(handle) for handle in handles]
+        before = [(len(session.tokens), self._held(session)) for session in sessions]
         try:
             logits = self._ragged.forward_paged_ragged(RaggedBatch(self.pool, handles, tokens))
             logits = self._checked(logits, len(sessions))
+            self._index_blocks(sessions)
+            self._sample_complete(sessions, logits, report)
         except Exception as error:
-            # A model that raises leaves the pool as it was, but one that returns too little does not.
-            for handle, before in zip(handles, filled, strict=True):
-                self.pool.core.truncate(handle, before)
-            self._run_apart(batch, error, report)
+            # A model that raises leaves the pool as it was; one that returns too little does not.
+            left = []
+            for one, (count, held) in zip(batch, before, strict=True):
+                if len(one[0].tokens) == count and one[0].is_ready:
+                    self._rewind(one[0], held)
+                    left.append(one)
+            self._run_apart(left, error, report)
             return
         report.used_batched_arm |= len(sessions) > 1
         self.stats.passes += 1
         self.stats.tokens += sum(map(len, tokens))
-        self._index_blocks(sessions)
-        self._sample_complete(sessions, logits, report)
 
     def _run_apart(
         self, batch: list[tuple[ServedSession, list[int]]], error: Exception, report: StepReport
@@ -320,9 +331,9 @@ class Engine(SessionTable[ServedSession]):
             for one in batch:
                 self._run([one], report)
             return
-        session = batch[0][0]
-        self._fail([session], error, report)
-        self._leave(session)
+        for session, _ in batch:
+            self._fail([session], error, report)
+            self._leave(session)
 
     def _index_blocks(self, sessions: list[ServedSession]) -> None:
         size = self.pool.geometry.block_size

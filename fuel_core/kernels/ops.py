@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fuel_core.contracts.checkpoint import QuantizedTensor
+from fuel_core.contracts.errors import PluginError
 from fuel_core.contracts.records import KernelBackend
 from fuel_core.kernels import reference
 
@@ -22,7 +23,14 @@ _installed: dict[str, tuple[str, ModuleType]] = {}
 
 def install(backend: KernelBackend, device_type: str) -> None:
     """Send the operations on a device type to the backend's kernels; ops that it lacks stay reference."""
-    _installed[device_type] = (backend.name, backend.load())
+    module = backend.load()
+    if not isinstance(module, ModuleType):
+        raise PluginError(
+            f"the kernels {backend.name!r} loaded as {type(module).__name__}",
+            needed="a module",
+            remedy="return the module of the kernels from load()",
+        )
+    _installed[device_type] = (backend.name, module)
 
 
 def installed(device: str | torch.device) -> str:

@@ -39,7 +39,7 @@ class ConfigReader:
                 )
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) < 1 << 1000 else math.inf
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.unsupported(key, value, f"a value of type {kind.__name__}")
         if isinstance(value, float) and not 0 <= value < math.inf:

@@ -74,6 +74,12 @@ class _Parameters:
                 key="rope_parameters",
             )
         self.kind = str(self._keys.get("rope_type", self._keys.get("type", "default")))
+        if self.kind == "default" and self._keys.get("factor") not in (None, 1, 1.0):
+            raise CheckpointError(
+                f"a RoPE factor of {self._keys['factor']!r} without a type of scaling",
+                needed="rope_type beside it",
+                remedy="correct config.json",
+            )
         self.head_dim = head_dim
         partial = self._anywhere("partial_rotary_factor", 1.0)
         if partial != 1.0:
@@ -152,7 +158,7 @@ class _Parameters:
         return int(length)
 
     def _number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
             raise CheckpointError(
                 f"{key} = {value!r}", needed="a positive number", remedy="correct config.json", key=key
             )

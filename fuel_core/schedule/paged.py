@@ -260,15 +260,18 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
         report = StepReport()
         for session in self._in_phase(SessionPhase.PREFILL):
             self._pass([session], lambda session=session: self._prefill(session), report)  # type: ignore[misc]
-        for sessions in batches(self._in_phase(SessionPhase.DECODE), self._position, max_batch):
+        for sessions in batches(self._in_phase(SessionPhase.DECODE), self._held, max_batch):
             if len(sessions) == 1:
                 self._decode(sessions[0], report)
             else:
                 self._decode_together(sessions, report)
         return report
 
-    def _position(self, session: PagedSession) -> object:
+    def _held(self, session: PagedSession) -> int:
         return self.pool.core.filled_tokens(session.handle)
+
+    def _rewind(self, session: PagedSession, held: int) -> None:
+        self.pool.core.truncate(session.handle, min(held, self._held(session)))
 
     def _can_advance(self, session: PagedSession) -> bool:
         return session.is_ready and session.suspended is None

@@ -144,6 +144,12 @@ class SessionScheduler(SessionTable[SessionState]):
         ran = self._pass(sessions, lambda: forward(caches, last, self._device, self._dtype), report)
         report.used_batched_arm |= ran
 
+    def _held(self, session: SessionState) -> int:
+        return session.cache.cached_len
+
+    def _rewind(self, session: SessionState, held: int) -> None:
+        session.cache.truncate(min(held, session.cache.cached_len))
+
     def _release(self, session: SessionState) -> None:
         self._pool.discard(self._handles.pop(session.id))
         session.cache.release()

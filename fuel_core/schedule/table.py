@@ -116,13 +116,27 @@ class SessionTable(ABC, Generic[S]):
         Whatever it raises is the end of these sessions and not of the scheduler. There is no second try,
         since keys and values may have been written.
         """
+        before = [(session, len(session.tokens), self._held(session)) for session in sessions]
         try:
-            rows = self._checked(forward(), len(sessions))
+            self._sample(sessions, self._checked(forward(), len(sessions)), report)
         except Exception as error:
-            self._fail(sessions, error, report)
+            self._fail([s for s, count, _ in before if len(s.tokens) == count and s.is_ready], error, report)
             return False
-        self._sample(sessions, rows, report)
+        except BaseException:
+            # An interrupt after the pass: keys and values of a token that will be fed again.
+            for session, count, held in before:
+                if len(session.tokens) == count:
+                    self._rewind(session, held)
+            raise
         return True
+
+    @abstractmethod
+    def _held(self, session: S) -> int:
+        """How many tokens' keys and values a session holds."""
+
+    @abstractmethod
+    def _rewind(self, session: S, held: int) -> None:
+        """Let a session hold ``held`` tokens again, or fewer where it has lost some."""
 
     def _checked(self, logits: Tensor, rows: int) -> Tensor:
         shape = (rows, self._model.vocab_size())

@@ -51,7 +51,7 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any]) -> TokenizerData:
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if os.path.lexists(path) else {}
+    return read_json(path) if (os.path.isfile(path) or os.path.islink(path) or os.path.isdir(path)) else {}
 
 
 def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -17,6 +18,11 @@ import pytest
 from support_checkpoints import CHAT_TEMPLATE, write_directory, write_gguf
 
 from fuel_core.cli import main
+from fuel_core.cli.generate import in_order
+from fuel_core.contracts.errors import SamplingError
+from fuel_core.engine import Delta
+from fuel_core.schedule import table
+from fuel_core.text import Tokenizer
 
 FUEL = [sys.executable, "-c", "from fuel_core.cli import main; main()"]
 
@@ -210,6 +216,7 @@ USAGE = {
     "seed": (["generate", "{model}", "x", "--seed", "-1"], "seed = -1"),
     "empty stop": (["generate", "{model}", "x", "--stop", ""], "stop ="),
     "max batch": (["generate", "{model}", "x", "--max-batch", "0"], "max_batch = 0"),
+    "a device of no family": (["generate", "{model}", "x", "--device", "meta"], "device 'meta'"),
     "device": (["generate", "{model}", "x", "--device", "warp"], "device 'warp'"),
     "dtype": (["generate", "{model}", "x", "--dtype", "int3"], "dtype 'int3'"),
     "alias": (["generate", "smollm3", "x"], "smollm2"),
@@ -305,6 +312,73 @@ def test_a_download_without_a_network_is_one_line_and_exit_code_1(
     ran = fuel("pull", "smollm2")
     assert (ran.code, bool(ran.line)) == (1, True)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code"), [("2>&-", 0), (">&-", 0), ("<&-", 0), (">/dev/full", 1), ("2>/dev/full", 0)]
+)
+def test_closed_and_full_streams_end_in_no_traceback(model: Path, redirect: str, code: int) -> None:
+    command = (
+        f"{sys.executable} -c 'from fuel_core.cli import main; main()' generate {model} hi --max-new-tokens 2"
+    )
+    ran = subprocess.run(
+        ["bash", "-c", f"{command} {redirect}"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "Traceback" not in ran.stderr
+    assert ran.returncode == code
+    assert len(ran.stderr.splitlines()) <= 1
+
+
+def test_prompts_that_end_in_another_order_are_shown_in_theirs() -> None:
+    ends = [Delta(1, "b", [1], object()), Delta(0, "a", [1]), Delta(2, "c", [1], object())]  # type: ignore[arg-type]
+    deltas = [*ends, Delta(0, "A", [2], object())]  # type: ignore[arg-type]
+    assert [delta.text for delta in in_order(deltas)] == ["a", "A", "b", "c"]
+
+
+def test_a_prompt_that_fails_is_said_with_exit_code_1_and_the_others_are_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuel: Callable[..., Ran]
+) -> None:
+    real, calls = table.sample, []
+
+    def sample(logits: Any, states: Any) -> Any:
+        calls.append(1)
+        return (
+            [SamplingError("nothing left", needed="a choice", remedy="none")]
+            if len(calls) == 1
+            else real(logits, states)
+        )
+
+    monkeypatch.setattr(table, "sample", sample)
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\nb\n")
+    ran = fuel("generate", model, "--prompts-file", file, "--max-batch", 1, "--max-new-tokens", 3, "--json")
+    assert ran.code == 1
+    assert ran.err.startswith("fuel: prompt 1 failed: nothing left")
+    assert [json.loads(line)["finish_reason"] for line in ran.out.splitlines()] == ["error", "length"]
+
+
+def test_a_conversation_remembers_and_is_cleared_down_to_its_system_message(
+    model: Path, monkeypatch: pytest.MonkeyPatch, fuel: Callable[..., Ran]
+) -> None:
+    seen: list[list[str]] = []
+    real = Tokenizer.encode_chat
+
+    def encode_chat(self: Tokenizer, messages: Any) -> list[int]:
+        seen.append([message["role"] for message in messages])
+        return real(self, messages)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n/clear\nc\n"))
+    assert fuel("chat", model, "--system", "s", "--max-new-tokens", 2).code == 0
+    turn = ["user", "assistant"]
+    assert seen[1:] == [["system", "user"], ["system", *turn, "user"], ["system", "user"]]
+
+
+def test_a_conversation_of_no_tokens_is_refused_before_it_begins(
+    model: Path, fuel: Callable[..., Ran]
+) -> None:
+    ran = fuel("chat", model, "--max-new-tokens", 0)
+    assert (ran.code, "max_new_tokens = 0" in ran.line) == (2, True)
 
 
 def test_without_arguments_it_shows_its_help(fuel: Callable[..., Ran]) -> None:

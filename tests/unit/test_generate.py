@@ -194,6 +194,31 @@ def test_neither_eos_nor_stop_string_ends_before_min_new_tokens(loaded: Loaded) 
     assert len(fuel.generate(ending, "x", params, max_new_tokens=20)[0].token_ids) == 3
 
 
+def test_a_stop_string_ends_the_work_too(loaded: Loaded) -> None:
+    whole = fuel.generate(loaded, "x", max_new_tokens=40)[0]
+    counting = CountingModel(loaded.model)
+    params = SamplingParams(stop=whole.text[2:4])
+    fuel.generate(attrs.evolve(loaded, model=counting), "x", params, max_new_tokens=40)
+    assert 0 < counting.passes < 20
+
+
+class CountingModel(Wrapper):
+    passes = 0
+
+    @hookimpl
+    def forward_with_kv_context_persistent(self, tokens: Any, cache: Any, session: DecodeSession) -> Tensor:
+        self.passes += 1
+        return super().forward_with_kv_context_persistent(tokens, cache, session)
+
+
+@pytest.mark.parametrize(("least", "text"), [(1, "a"), (2, "a.b"), (3, "a.b"), (4, "a.b.c")])
+def test_a_stop_string_counts_from_the_token_after_the_least_number(
+    loaded: Loaded, least: int, text: str
+) -> None:
+    params = SamplingParams(stop=".", min_new_tokens=least)
+    assert fuel.generate(scripted(loaded, "a.b.c.d."), "x", params, max_new_tokens=20)[0].text == text
+
+
 def test_eos_ends_with_stop_and_stands_in_the_ids_and_not_in_the_text(loaded: Loaded) -> None:
     completion = fuel.generate(scripted(loaded, "ok"), "x", max_new_tokens=20)[0]
     assert (completion.text, completion.finish_reason) == ("ok", "stop")

@@ -94,3 +94,14 @@ def test_logits_are_captured_from_when_it_is_asked_until_they_are_taken() -> Non
     assert same(early, logits[:2])
     assert same(taken(scheduler, id), logits[3:])
     assert scheduler.session_new_tokens(id) == tokens
+
+
+def test_captured_logits_are_copies_that_a_model_cannot_change() -> None:
+    buffer = torch.empty(64)
+    model = WalkingPagedModel()
+    real = model._advance_paged
+    model._advance_paged = lambda *args: buffer.copy_(real(*args))  # type: ignore[method-assign]
+    scheduler = paged_scheduler(model)
+    id = watched(scheduler, (5, 6, 7), 4)
+    assert scheduler.run_to_completion() == [(id, [5, 6, 7, 3, 4, 5, 6])]
+    assert taken(scheduler, id).argmax(-1).tolist() == [3, 4, 5, 6]

@@ -52,31 +52,25 @@ def leave(pool: DeviceKvPool, free: int) -> SessionHandle:
 
 @every_family
 @every_block_size
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_a_fork_and_its_source_go_on_as_if_alone(
-    family: str, block_size: int, order: tuple[int, ...]
-) -> None:
+def test_a_fork_and_its_source_go_on_turn_by_turn_as_if_alone(family: str, block_size: int) -> None:
     model = model_of(family)
     pool, sessions = forked(model, 2, block_size=block_size)
-    rows = {}
-    for i in order:
-        rows[i] = paged_rows(model, pool, sessions[i], ENDS[i])
-    for i, end in enumerate(ENDS):
-        assert same(rows[i], lone_rows(model, PROMPT + end)[6:])
-        shared = pool.core.session_blocks(sessions[i])[: 6 // block_size]
-        assert shared == pool.core.session_blocks(sessions[0])[: 6 // block_size]
-
-
-def test_turn_by_turn_they_do_not_meet() -> None:
-    model = model_of()
-    pool, sessions = forked(model, 2)
     turns = [
         [model.forward_paged_step(end[i], pool, s) for s, end in zip(sessions, ENDS, strict=True)]
         for i in range(7)
     ]
-    rows = [list(each) for each in zip(*turns, strict=True)]
-    for each, end in zip(rows, ENDS, strict=True):
-        assert same(torch.stack(each), lone_rows(model, PROMPT + end)[6:])
+    for session, rows, end in zip(sessions, zip(*turns, strict=True), ENDS, strict=True):
+        assert same(torch.stack(rows), lone_rows(model, PROMPT + end)[6:])
+        shared = pool.core.session_blocks(session)[: 6 // block_size]
+        assert shared == pool.core.session_blocks(sessions[0])[: 6 // block_size]
+
+
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_one_after_the_other_they_do_so_in_any_order(order: tuple[int, ...]) -> None:
+    model = model_of()
+    pool, sessions = forked(model, 2)
+    for i in order:
+        assert same(paged_rows(model, pool, sessions[i], ENDS[i]), lone_rows(model, PROMPT + ENDS[i])[6:])
 
 
 def test_a_fork_that_writes_to_the_shared_block_is_seen() -> None:

@@ -197,3 +197,12 @@ def test_scores_of_any_size_keep_the_softmax_finite() -> None:
     q, k, v = 100 * draw(4, 6, 10), 100 * draw(2, 37, 10, seed=1), draw(2, 37, 10, seed=2)
     exact = attend_by_hand(q.double(), k.double(), v.double())
     assert error(reference.attention(q, k, v), exact) < 1e-3
+
+
+@pytest.mark.parametrize("length", [1, 3, 30])
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_a_nan_in_what_is_attended_shows_in_the_output(part: str, length: int) -> None:
+    parts = {"q": torch.ones(length, 4, 8), "k": torch.ones(2, length, 8), "v": torch.ones(2, length, 8)}
+    assert reference.attention(**parts).isfinite().all(), "the control: without it all is finite"
+    parts[part].view(-1)[0] = torch.nan
+    assert reference.attention(**parts).isnan().any()

@@ -107,4 +107,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[0],
     )
-    return out[0].transpose(0, 1).flatten(1)  # [T, Hq D]
+    # PyTorch's CPU kernel gives 0 where a score is NaN; a fault must stay one.
+    poison = (q * 0).sum(-1, keepdim=True) + (k * 0).sum().to(q.dtype)  # [T, Hq, 1], 0 or NaN
+    return (out[0].transpose(0, 1) + poison).flatten(1)  # [T, Hq D]

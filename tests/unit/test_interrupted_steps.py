@@ -1,0 +1,117 @@
+"""A sampler that fails, or an interrupt after a pass, leaves no session with a token that is fed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fuel_core import registry
+from fuel_core.contracts import DecodeModel, ModelDims, SamplingParams
+from fuel_core.engine import Engine
+from fuel_core.kv import DeviceKvPool, KvBudget
+from fuel_core.schedule import Batched, PagedSessionScheduler, RoundRobin, SessionScheduler, table
+from fuel_core.schedule.table import SessionTable, geometry_of
+
+PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+BUDGET = KvBudget(block_size=4, num_blocks=64)
+
+
+def contiguous(model: DecodeModel) -> SessionTable[Any]:
+    return SessionScheduler(model, BUDGET, policy=RoundRobin())
+
+
+def batched(model: DecodeModel) -> SessionTable[Any]:
+    return SessionScheduler(model, BUDGET, policy=Batched(4))
+
+
+def paged(model: DecodeModel) -> SessionTable[Any]:
+    return PagedSessionScheduler(model, BUDGET)  # type: ignore[arg-type]
+
+
+def engine(model: DecodeModel) -> SessionTable[Any]:
+    pool = DeviceKvPool(geometry_of(ModelDims.from_model(model), BUDGET, torch.float32))
+    return Engine(model, pool)  # type: ignore[arg-type]
+
+
+every_scheduler = pytest.mark.parametrize("make", [contiguous, batched, paged, engine])
+
+
+@pytest.fixture(scope="module")
+def model() -> DecodeModel:
+    return registry.family("llama").tiny(3)
+
+
+def add(scheduler: SessionTable[Any], prompt: list[int]) -> Any:
+    params = SamplingParams(temperature=1.5, seed=sum(prompt))
+    if isinstance(scheduler, Engine):
+        return scheduler.submit(prompt, params, max_new_tokens=8)[0]
+    return scheduler.add_session(prompt, params, max_new_tokens=8)  # type: ignore[attr-defined]
+
+
+def outputs(scheduler: SessionTable[Any]) -> list[list[int]]:
+    ids = [add(scheduler, prompt) for prompt in PROMPTS]
+    scheduler.run_to_completion()
+    return [scheduler.session(id).tokens for id in ids]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException], None]:
+    """Make the n-th call of the sampler raise, before it draws anything."""
+
+    def arm(call: int, error: BaseException) -> None:
+        real, calls = table.sample, []
+
+        def sample(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == call:
+                raise error
+            return real(*args)
+
+        monkeypatch.setattr(table, "sample", sample)
+
+    return arm
+
+
+@every_scheduler
+@pytest.mark.parametrize("call", [1, 2, 4, 6])
+def test_an_interrupt_after_a_pass_changes_no_token(
+    make: Callable[[DecodeModel], SessionTable[Any]],
+    model: DecodeModel,
+    call: int,
+    failing: Callable[[int, BaseException], None],
+) -> None:
+    whole = outputs(make(model))
+    failing(call, KeyboardInterrupt())
+    scheduler = make(model)
+    ids = [add(scheduler, prompt) for prompt in PROMPTS]
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.run_to_completion()
+    scheduler.run_to_completion()
+    assert [scheduler.session(id).tokens for id in ids] == whole
+
+
+@every_scheduler
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_a_sampler_that_fails_ends_its_sessions_and_never_the_step(
+    make: Callable[[DecodeModel], SessionTable[Any]],
+    model: DecodeModel,
+    call: int,
+    failing: Callable[[int, BaseException], None],
+) -> None:
+    whole = outputs(make(model))
+    failing(call, RuntimeError("no luck"))
+    scheduler = make(model)
+    ids = [add(scheduler, prompt) for prompt in PROMPTS]
+    scheduler.run_to_completion()
+    sessions = [scheduler.session(id) for id in ids]
+    for session, tokens in zip(sessions, whole, strict=True):
+        if session.error is None:
+            assert session.tokens == tokens, "those that did not fail are as they were"
+        else:
+            assert str(session.error) == "no luck"
+            assert session.tokens == tokens[: len(session.tokens)]
+    # The engine tries each by itself, and finds that none fails again.
+    assert any(session.error for session in sessions) != isinstance(scheduler, Engine)
