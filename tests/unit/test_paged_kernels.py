@@ -96,11 +96,14 @@ def test_slots_in_another_order_are_seen() -> None:
     assert (right - wrong).abs().max() > 0.1
 
 
-def test_a_pool_that_no_write_would_reach_is_refused() -> None:
+@pytest.mark.parametrize("strided", [0, 1])
+def test_a_pool_that_no_write_would_reach_is_refused(strided: int) -> None:
     """Flattening a strided view copies it: the rows would be written to the copy and lost."""
     both = torch.zeros(5, 2, 4, 1, D)
+    pools = [torch.zeros(5, 4, 1, D) for _ in range(2)]
+    pools[strided] = both[:, strided]
     with pytest.raises(RuntimeError):
-        reference.write_paged_kv(draw(7, 5 * D), *angles(7), both[:, 0], both[:, 1], scattered(7, 20))
+        reference.write_paged_kv(draw(7, 5 * D), *angles(7), *pools, scattered(7, 20))
     assert not both.any()
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
-from support_models import once, raising
-from support_paged import every_family, ids, model_of, poison_free
+from support_models import BreakableDecoder, once, raising, tiny
+from support_paged import every_family, ids, model_of, poison_free, standing
 from support_paged_sessions import (
     WalkingPagedModel,
     assert_as_alone,
+    drawn,
     from_scratch,
     paged_scheduler,
     taken,
@@ -139,6 +141,39 @@ def test_a_pool_of_one_block_serves_what_fits_into_it() -> None:
     scheduler.run_to_completion()
     assert isinstance(scheduler.session(id).error, OutOfBlocksError)
     assert len(scheduler.session_new_tokens(id) or []) == 9
+
+
+# --- interrupts
+
+
+def _interrupt(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["within a layer", "after the pass"])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("turn", [0, 1, 4])  # the prompt, and later tokens
+def test_after_an_interrupt_no_token_is_lost_or_fed_twice(
+    monkeypatch: pytest.MonkeyPatch, turn: int, batched: bool, place: str
+) -> None:
+    model = BreakableDecoder(tiny())
+    scheduler = paged_scheduler(model)
+    step = (lambda: scheduler.step_batched(2)) if batched else scheduler.step
+    sessions = [scheduler.add_session(ids(3, seed), drawn(seed), max_new_tokens=9) for seed in (1, 2)]
+    for _ in range(turn):
+        step()
+    before = standing(scheduler.pool)
+    where: Any = (model, "layer") if place == "within a layer" else ("fuel_core.schedule.table.sample",)
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    assert standing(scheduler.pool) == before
+    while not scheduler.is_all_finished:
+        step()
+    for id, seed in zip(sessions, (1, 2), strict=True):
+        assert scheduler.session_new_tokens(id) == from_scratch(model_of(), ids(3, seed), 9, seed)[0]
+        assert scheduler.session(id).finish_reason is FinishReason.LENGTH
 
 
 # --- what comes back
