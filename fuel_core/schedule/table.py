@@ -172,7 +172,17 @@ class SessionTable(ABC, Generic[S]):
 
 
 def geometry_of(dims: ModelDims, budget: KvBudget, dtype: torch.dtype) -> KvGeometry:
-    """The blocks of a budget, for a model's state in one element type."""
+    """The blocks of a budget, for a model's state in one element type.
+
+    Raises:
+        InvalidRequestError: a type that is no floating-point type of torch.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidRequestError(
+            f"keys and values in {dtype!r}",
+            needed="a floating-point torch.dtype",
+            remedy="pass torch.float32",
+        )
     return KvGeometry(
         n_layers=dims.n_layers,
         n_kv_heads=dims.n_kv_heads,

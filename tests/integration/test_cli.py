@@ -404,6 +404,16 @@ def test_without_the_core_plugin_everything_says_so_in_one_line(model: Path) -> 
     assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
 
 
+def test_a_damaged_copy_in_the_cache_is_named_with_the_way_to_mend_it(
+    gguf_file: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(gguf_file.read_bytes()[:-100])
+    ran = fuel("pull", cut)
+    assert (ran.code, f"delete {cut} and pull again" in ran.line) == (2, True)
+    assert fuel("pull", gguf_file) == Ran(0, f"{gguf_file}\n", "")
+
+
 def test_ctrl_c_ends_it_in_one_line(model: Path) -> None:
     # The process interrupts itself at its first token: no clock decides where it is.
     code = (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support_models import BreakableDecoder, CoreOnlyModel, scheduler_of, tiny
 
+from fuel_core import registry
 from fuel_core.contracts import FinishReason, SamplingParams
 from fuel_core.contracts.errors import (
     CapacityError,
@@ -18,8 +19,8 @@ from fuel_core.contracts.errors import (
     OutOfBlocksError,
     UnknownSessionError,
 )
-from fuel_core.kv import KvCache
-from fuel_core.schedule import Batched, RoundRobin, SessionId, SessionScheduler
+from fuel_core.kv import KvBudget, KvCache
+from fuel_core.schedule import Batched, PagedSessionScheduler, RoundRobin, SessionId, SessionScheduler
 
 A = (1, 2, 3)
 POLICIES = [RoundRobin(), Batched(4)]
@@ -185,3 +186,10 @@ def test_a_cancelled_session_keeps_its_tokens_and_runs_no_more(steps: int) -> No
     assert scheduler.session(other).finish_reason is FinishReason.LENGTH
     assert scheduler.reap_finished() == [(id, [1, *(tail or [])]), (other, [1, 2, 2, 3, 4])]
     assert scheduler.kv_free_blocks == 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, "float32", None])
+@pytest.mark.parametrize("make", [SessionScheduler, PagedSessionScheduler])
+def test_keys_and_values_in_a_type_of_no_fractions_are_refused(make: Any, dtype: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="floating-point"):
+        make(registry.family("llama").tiny(0), KvBudget(16, 4), dtype=dtype)
