@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -75,6 +75,7 @@ class WatchedModel(Decoder):
         passes: the tokens of each session of each pass.
         raises: what a pass raises that feeds this token.
         spoils: tokens after which a session's logits are NaN.
+        during: called once, in the midst of the next pass.
     """
 
     def __init__(self, inner: Decoder) -> None:
@@ -83,10 +84,14 @@ class WatchedModel(Decoder):
         self.passes: list[tuple[tuple[int, ...], ...]] = []
         self.raises: dict[int, BaseException] = {}
         self.spoils: set[int] = set()
+        self.during: Callable[[], None] | None = None
 
     def layer(self, i: int, x: Tensor, step: Step) -> Tensor:
         """The inner model's; the last one raises, when every byte has been written."""
         x = self.inner.layer(i, x, step)
+        during, self.during = self.during, None
+        if during is not None:
+            during()
         given = {token for tokens in self.passes[-1] for token in tokens}
         if i == self.n_layers() - 1 and (bad := given & self.raises.keys()):
             raise self.raises[bad.pop()]

@@ -41,7 +41,8 @@ def generate(
         scheduler: ``paged`` (one pool, continuous batching), ``contiguous`` (a cache for each prompt), or
             ``auto``: paged where the model can.
         kv_memory: for the paged scheduler; see :func:`build_engine`.
-        engine: one to run on, which keeps its prefix cache between calls; None makes one for this call.
+        engine: one to run on, which keeps its prefix cache between calls, with its own ``max_batch`` and
+            ``kv_memory``; None makes one for this call.
 
     Returns:
         One completion per prompt, in order. One that failed while running has ``finish_reason`` ``error`` and
@@ -78,6 +79,12 @@ def stream(
     if not requests:
         return _nothing()
     if _is_contiguous(scheduler, loaded, engine):
+        if kv_memory != "auto":
+            raise InvalidRequestError(
+                f"KV memory {kv_memory!r} for the contiguous scheduler",
+                needed="auto: each prompt has a cache of its own",
+                remedy="use the paged scheduler, or lower max_batch",
+            )
         return ContiguousRun(loaded, requests, max_batch).__iter__()
     if engine is None:
         # More blocks than all requests can fill would be of no use.

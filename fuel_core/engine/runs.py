@@ -85,7 +85,7 @@ class PagedRun(Run):
         engine.check_model(loaded.model)
         self._engine, self._waiting = engine, list(requests)
         for request in requests:
-            engine.check(request.tokens, request.params, request.max_new_tokens)
+            _check(engine, request, len(requests))
 
     def _is_done(self) -> bool:
         return not self._waiting and not self._running
@@ -136,6 +136,21 @@ class ContiguousRun(Run):
             else:
                 self._running[id] = output
             self._waiting.popleft()
+
+
+def _check(engine: Engine, request: Request, count: int) -> None:
+    """See that the engine can take a request; the error names the prompt where there are several."""
+    try:
+        engine.check(request.tokens, request.params, request.max_new_tokens)
+    except CapacityError as error:
+        if count == 1:
+            raise
+        raise CapacityError(
+            f"prompt {request.index + 1} of {count}: {error.given}",
+            needed=error.needed,
+            remedy=error.remedy,
+            **{**error.figures, "prompt_index": request.index},
+        ) from error
 
 
 def _room_for_any(requests: Sequence[Request], max_batch: int) -> KvBudget:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import attrs
 from torch import Tensor
 
-from fuel_core.contracts import DecodeModel, ModelDims, RaggedBatch, SamplingParams
+from fuel_core.contracts import DecodeModel, FinishReason, ModelDims, RaggedBatch, SamplingParams
 from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 from fuel_core.contracts.requests import check_request
 from fuel_core.engine.served import EngineStats, ServedSession, check_limits, ragged
@@ -69,6 +69,9 @@ class Engine(SessionTable[ServedSession]):
         self._waiting: deque[ServedSession] = deque()
         self._running: list[ServedSession] = []
         self._preempted: deque[ServedSession] = deque()
+        # A stream that is garbage cancels its sessions wherever the collector runs: in a step too.
+        self._in_step = False
+        self._cancelled: list[ServedSession] = []
 
     @property
     def cached_blocks(self) -> int:
@@ -174,7 +177,15 @@ class Engine(SessionTable[ServedSession]):
             UnknownSessionError: there is none of this id.
         """
         super().cancel(id)
-        self._leave(self.session(id))
+        self._cancelled.append(self.session(id))
+        if not self._in_step:
+            self._leave_cancelled()
+
+    def _leave_cancelled(self) -> None:
+        while self._cancelled:
+            session = self._cancelled.pop()
+            session.finish(FinishReason.CANCELLED)  # the step may have given it a token since
+            self._leave(session)
 
     def _leave(self, session: ServedSession) -> None:
         """Take a finished session out of every queue, and its blocks out of the pool."""
@@ -200,11 +211,15 @@ class Engine(SessionTable[ServedSession]):
         A session that fails finishes with its error; no other is touched and nothing is raised.
         """
         report = StepReport()
-        self._restore()
-        self._admit()
-        batch = self._make_room(self._batch())
-        if batch:
-            self._run(batch, report)
+        self._in_step = True
+        try:
+            self._restore()
+            self._admit()
+            if batch := self._make_room(self._batch()):
+                self._run(batch, report)
+        finally:
+            self._in_step = False
+            self._leave_cancelled()
         return report
 
     def _has_seats(self, session: ServedSession) -> bool:
@@ -256,8 +271,10 @@ class Engine(SessionTable[ServedSession]):
         return 0 if session.handle is None else self.pool.core.filled_tokens(session.handle)
 
     def _rewind(self, session: ServedSession, held: int) -> None:
-        if session.handle is not None:
-            self.pool.core.truncate(session.handle, min(held, self._held(session)))
+        if session.handle is not None and held < self._held(session):
+            # Were it still indexed, its last block would be shared, and a full pool has none to copy it to.
+            self._index.forget(session.chain, held // self.pool.geometry.block_size)
+            self.pool.core.truncate(session.handle, held)
 
     def _batch(self) -> list[tuple[ServedSession, list[int]]]:
         """Decoding sessions first, then prompts in order up to the budget."""

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fuel_core.contracts.errors import CapacityError, InvalidRequestError, OutOfBlocksError
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 from fuel_core.kernels import ops
 from fuel_core.kv.eviction import Evicted, Fidelity, StateKind
 from fuel_core.kv.geometry import KvGeometry
@@ -282,11 +282,12 @@ class DeviceKvPool(BlockStorage):
         session = self.core.open()
         try:
             self.core.append(session, image.tokens)
-        except OutOfBlocksError:
+            table = self.core.session_block_table(session)
+            blocks = torch.tensor(table, dtype=torch.int64, device=self.device)
+            self._buffers[:, :, blocks] = image.data.to(self.device)
+        except BaseException:
             self.core.discard(session)
             raise
-        blocks = torch.tensor(self.core.session_block_table(session), dtype=torch.int64, device=self.device)
-        self._buffers[:, :, blocks] = image.data.to(self.device)
         return session
 
     # -- prefixes ------------------------------------------------------------------------------

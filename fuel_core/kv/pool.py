@@ -33,6 +33,12 @@ class KvBlockPool(SessionTables):
     nobody does. The pool says what fits and does what it is told: who is evicted or shared is the caller's
     choice. A call that names a session or a prefix that there is not raises UnknownSessionError or
     UnknownPrefixError.
+
+    Args:
+        geometry: how many blocks there are, and what one is.
+
+    Raises:
+        InvalidRequestError: something else than a KvGeometry.
     """
 
     def __init__(self, geometry: KvGeometry) -> None:

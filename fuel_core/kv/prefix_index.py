@@ -88,6 +88,13 @@ class PrefixIndex:
                 self._holders[key] = holder
         self._touch(chain)
 
+    def forget(self, chain: list[bytes], first: int) -> None:
+        """Let go of the blocks of a chain from ``first`` on, which its session is about to write again."""
+        for key in chain[first:]:
+            if key in self._holders:
+                self._pool.discard(self._holders.pop(key))
+        del chain[first:]
+
     def reclaim(self, blocks: int) -> int:
         """Free up to ``blocks`` that only the index holds; how many it was."""
         chosen = list(islice(self._alone(), blocks))

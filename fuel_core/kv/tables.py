@@ -61,6 +61,12 @@ class SessionTables:
     """
 
     def __init__(self, geometry: KvGeometry) -> None:
+        if not isinstance(geometry, KvGeometry):
+            raise InvalidRequestError(
+                f"a pool of {type(geometry).__name__}",
+                needed="a KvGeometry, which says how large a block is",
+                remedy="build one from the model's dimensions",
+            )
         self.geometry = geometry
         self._ledger = BlockLedger(geometry.num_blocks)
         self._tables: dict[SessionHandle, BlockTable] = {}

@@ -182,7 +182,7 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
         Raises:
             UnknownSessionError: there is no such session.
             PrefixNotFullyFilledError: not whole blocks, or not all of them filled.
-            SessionNotResidentError: the session is suspended.
+            SessionNotResidentError: one of the prefix's blocks is evicted.
         """
         session = self.session(donor)
         prefix = self.pool.core.register_prefix(session.handle, n)

@@ -69,7 +69,7 @@ class SessionTable(ABC, Generic[S]):
 
     @property
     def is_all_finished(self) -> bool:
-        """Whether no session can advance."""
+        """Whether every session has finished. A suspended one has not, and does not advance either."""
         return not any(session.is_ready for session in self._sessions.values())
 
     def reap(self, id: SessionId) -> list[int]:

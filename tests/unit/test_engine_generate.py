@@ -209,6 +209,21 @@ def test_an_interrupt_ends_its_stream_and_leaves_the_engine_to_the_others(loaded
     drain(engine)
 
 
+def test_a_stream_that_the_collector_closes_in_the_midst_of_anothers_pass_disturbs_it_not(
+    loaded: Loaded,
+) -> None:
+    watched = scripted(loaded, "a long answer")
+    assert isinstance(watched.model, Scripted)
+    engine = engine_for(watched)
+    garbage = fuel.stream(watched, PROMPTS, EMPTY, max_new_tokens=9, engine=engine)
+    next(garbage)
+    watched.model.during = garbage.close
+    [completion] = fuel.generate(watched, "x", max_new_tokens=9, engine=engine)
+    assert (completion.text, completion.error) == ("a long an", None)
+    assert next(garbage, None) is None
+    drain(engine)
+
+
 # --- what is refused
 
 

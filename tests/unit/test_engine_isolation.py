@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-import torch
 from support_engine import (
     Ask,
     WatchedEngine,
@@ -122,6 +121,20 @@ def test_the_first_reason_stands_and_an_unknown_session_is_refused() -> None:
     assert engine.session(second).finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("victims", [[0], [1], [3], [0, 1, 2, 3, 4]], ids=str)
+def test_one_that_is_cancelled_in_the_midst_of_any_pass_leaves_at_its_end(victims: list[int]) -> None:
+    for step in range(steps_of_the_crowd()):
+        model = WatchedModel(MODEL)
+        engine, queued = crowded(model)
+        run_steps(engine, step)
+        model.during = lambda engine=engine: [engine.cancel(SessionId(id)) for id in victims]  # type: ignore[misc]
+        engine.step()
+        assert not any(engine.session(SessionId(id)).is_ready for id in victims)
+        engine.run_to_completion()
+        assert_as_alone(engine, MODEL, [each for each in queued if each[2] not in victims])
+        drain(engine)
+
+
 # --- models that fail
 
 
@@ -235,33 +248,6 @@ def test_logits_that_do_not_fit_the_pass_leave_nothing_of_it_behind() -> None:
     engine.run_to_completion()
     assert {type(engine.session(id).error) for _, _, id in bad} == {ModelContractError}
     drain(engine)
-
-
-# --- two of a kind
-
-
-def test_two_engines_on_one_model_know_nothing_of_each_other() -> None:
-    engines = [engine_of(MODEL, 7, token_budget=5), engine_of(MODEL, 9, 3, shuffled=1)]
-    queued = [submit(engine, *CROWD) for engine in engines]
-    while not all(engine.is_all_finished for engine in engines):
-        run_steps(engines[0], 1)
-        run_steps(engines[1], 1)
-    for engine, each in zip(engines, queued, strict=True):
-        assert_as_alone(engine, MODEL, each)
-        drain(engine)
-
-
-def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
-    models = [MODEL, model_of("qwen3"), model_of("llama", seed=1)]
-    engines = [engine_of(model, 9) for model in models]
-    queued = [submit(engine, *CROWD) for engine in engines]
-    while not all(engine.is_all_finished for engine in engines):
-        for engine in engines:
-            engine.step()
-    for model, engine, each in zip(models, engines, queued, strict=True):
-        assert_as_alone(engine, model, each)
-        drain(engine)
-    assert not torch.equal(*(engines[i].logits(SessionId(0)) for i in (0, 2))), "the models differ"
 
 
 # --- negative controls of the audit

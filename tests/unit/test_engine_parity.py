@@ -35,6 +35,7 @@ from support_paged import (
 from fuel_core.engine import Engine
 from fuel_core.kv import DeviceKvPool, SessionHandle
 from fuel_core.kv.device_pool import SessionImage
+from fuel_core.schedule import SessionId
 
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "alone": {},
@@ -174,6 +175,39 @@ def test_what_stands_in_unused_slots_changes_no_bit() -> None:
         clean.pool.v_pool(layer).zero_()
     ours, theirs = serve(poisoned, model, *asks), serve(clean, model, *asks)
     assert all(torch.equal(poisoned.logits(a), clean.logits(b)) for a, b in zip(ours, theirs, strict=True))
+
+
+# --- two of a kind
+
+
+MIXED = [ask(9, 6, n=3, seed=1), ask(7, 6), ask(6, 6, seed=2)]
+
+
+def test_two_engines_on_one_model_know_nothing_of_each_other() -> None:
+    engines = [
+        engine_of(model_of("llama"), 7, token_budget=5),
+        engine_of(model_of("llama"), 9, 3, shuffled=1),
+    ]
+    queued = [submit(engine, *MIXED) for engine in engines]
+    while not all(engine.is_all_finished for engine in engines):
+        run_steps(engines[0], 1)
+        run_steps(engines[1], 1)
+    for engine, each in zip(engines, queued, strict=True):
+        assert_as_alone(engine, model_of("llama"), each)
+        drain(engine)
+
+
+def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
+    models = [model_of("llama"), model_of("qwen3"), model_of("llama", seed=1)]
+    engines = [engine_of(model, 9) for model in models]
+    queued = [submit(engine, *MIXED) for engine in engines]
+    while not all(engine.is_all_finished for engine in engines):
+        for engine in engines:
+            engine.step()
+    for model, engine, each in zip(models, engines, queued, strict=True):
+        assert_as_alone(engine, model, each)
+        drain(engine)
+    assert not torch.equal(*(engines[i].logits(SessionId(0)) for i in (0, 2))), "the models differ"
 
 
 # --- negative controls

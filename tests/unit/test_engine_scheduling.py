@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from support_engine import Ask, WatchedEngine, WatchedModel, ask, drain, engine_of, run_steps, serve, submit
-from support_paged import every_block_size, model_of
+from support_paged import every_block_size, model_of, opened, pool_for
 
 from fuel_core.contracts import SamplingParams
+from fuel_core.contracts.errors import OutOfBlocksError
+from fuel_core.engine import Engine
 from fuel_core.schedule import SessionId
 
 MODEL = model_of("llama")
@@ -194,6 +196,18 @@ def test_a_block_may_be_larger_than_any_session(blocks: int) -> None:
     engine = engine_of(MODEL, blocks, 64)
     serve(engine, MODEL, *(ask(length, 4, n=2) for length in (1, 7, 20)))
     assert len(engine._index) == 0, "no block was ever full"
+    drain(engine)
+
+
+def test_one_that_cannot_grow_even_alone_fails_with_what_it_lacks() -> None:
+    engine = Engine(MODEL, pool_for(MODEL, 4))
+    outsider = opened(engine.pool, 8)  # whoever takes blocks of an engine's pool breaks its reckoning
+    [(_, _, id)] = submit(engine, ask(5, 8))
+    run_steps(engine, 20)
+    error = engine.session(id).error
+    assert isinstance(error, OutOfBlocksError)
+    assert (error.need, error.have, len(engine.session(id).new_tokens)) == (1, 0, 4)
+    engine.pool.core.discard(outsider)
     drain(engine)
 
 

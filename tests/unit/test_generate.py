@@ -17,7 +17,7 @@ from torch import Tensor
 import fuel_core as fuel
 from fuel_core import SamplingParams
 from fuel_core.contracts import DecodeModel, DecodeSession, hookimpl
-from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 from fuel_core.engine import Loaded
 
 PROMPTS = ["one", "another prompt", "x", "the fourth", "and a fifth one", "six", "seventh"]
@@ -398,3 +398,14 @@ def test_a_model_computes_in_the_dtype_that_is_asked_for(tmp_path: Path, dtype: 
         len(fuel.generate(narrow, "hello", SamplingParams(ignore_eos=True), max_new_tokens=5)[0].token_ids)
         == 5
     )
+
+
+def test_a_prompt_that_the_pool_can_never_hold_is_named(loaded: Loaded) -> None:
+    with pytest.raises(CapacityError, match=r"prompt 2 of 2: a request that needs \d+ KV blocks") as caught:
+        fuel.generate(loaded, ["x", "y" * 80], max_new_tokens=4, kv_memory="40KB")
+    assert caught.value.figures["prompt_index"] == 1
+
+
+def test_a_size_of_kv_memory_means_nothing_to_the_contiguous_scheduler(loaded: Loaded) -> None:
+    with pytest.raises(InvalidRequestError, match="contiguous scheduler"):
+        fuel.generate(loaded, "x", kv_memory="1GiB", scheduler="contiguous")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -115,3 +116,39 @@ def test_a_sampler_that_fails_ends_its_sessions_and_never_the_step(
             assert session.tokens == tokens[: len(session.tokens)]
     # The engine tries each by itself, and finds that none fails again.
     assert any(session.error for session in sessions) != isinstance(scheduler, Engine)
+
+
+ONE = (1, [[1, 2, 3, 4]], 1)
+TWO = (4, [[1, 2, 3], [4, 5, 6]], 6)
+
+
+# One that is alone in its pass and fails is not tried again.
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [(ONE, KeyboardInterrupt()), (TWO, KeyboardInterrupt()), (TWO, RuntimeError("no luck"))],
+)
+@pytest.mark.parametrize("call", [1, 2, 3, 6])
+def test_a_full_pool_has_room_for_what_is_computed_again(
+    model: DecodeModel,
+    case: tuple[int, list[list[int]], int],
+    call: int,
+    error: BaseException,
+    failing: Callable[[int, BaseException], None],
+) -> None:
+    blocks, prompts, tokens = case
+
+    def served() -> Engine:
+        geometry = geometry_of(ModelDims.from_model(model), KvBudget(4, blocks), torch.float32)
+        made = Engine(model, DeviceKvPool(geometry))  # type: ignore[arg-type]
+        for prompt in prompts:
+            made.submit(prompt, max_new_tokens=tokens)
+        return made
+
+    whole = [output for _, output in served().run_to_completion()]
+    failing(call, error)
+    scheduler = served()
+    with contextlib.suppress(KeyboardInterrupt):
+        scheduler.run_to_completion()
+    assert [output for _, output in scheduler.run_to_completion()] == whole
+    core = scheduler.pool.core
+    assert core.free_blocks + scheduler.cached_blocks == blocks

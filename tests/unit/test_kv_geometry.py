@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_models import CoreOnlyModel
 
-from fuel_core.contracts.errors import CapacityError
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 from fuel_core.kv import KvBlockPool, KvBudget, KvCache, KvGeometry, KvMemoryBudget, PoolCapacity
 from fuel_core.schedule import SessionScheduler
 
@@ -142,3 +142,8 @@ def test_a_scheduler_counts_in_the_model_s_dimensions_and_its_own_dtype(dtype: t
     assert scheduler.kv_capacity() == PoolCapacity(geometry=expected, free_blocks=9, total_blocks=9)
     session = scheduler.session(scheduler.add_session([1] * 5, max_new_tokens=7))
     assert scheduler.kv_bytes_resident == session.cache.k.nbytes + session.cache.v.nbytes
+
+
+def test_a_pool_of_something_else_than_a_geometry_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="a pool of KvBudget"):
+        KvBlockPool(KvBudget(16, 8))  # type: ignore[arg-type]
