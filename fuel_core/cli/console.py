@@ -5,20 +5,32 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from fuel_core.contracts.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
     from fuel_core.engine import Loaded
 
 
-def load_model(ref: str, device: str, dtype: str) -> tuple[Loaded, float]:
-    """Load with a bar on a terminal, silently in a pipe; the model and the seconds that it took."""
+def load_model(
+    ref: str, runtime: dict[str, Any], clock: Callable[[], float] = time.perf_counter
+) -> tuple[Loaded, float]:
+    """Load with a bar on a terminal, silently in a pipe; the model and the seconds by ``clock`` that it took.
+
+    ``runtime`` are the options of :func:`fuel_core.engine.load`.
+
+    Raises:
+        CheckpointError: also for a model of an architecture that no installed plugin brings.
+        FuelError: as :func:`fuel_core.engine.load`.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    start = time.perf_counter()
+    start = clock()
     columns = (TextColumn("loading {task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(
         *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
@@ -27,10 +39,20 @@ def load_model(ref: str, device: str, dtype: str) -> tuple[Loaded, float]:
         # Imports torch, which takes seconds: the bar is there before.
         from fuel_core.engine import load
 
-        loaded = load(
-            ref, device, dtype, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
-    return loaded, time.perf_counter() - start
+        try:
+            loaded = load(
+                ref, **runtime, progress=lambda done, total: bar.update(task, completed=done, total=total)
+            )
+        except PluginError as error:
+            raise _blamed(error) from error
+    return loaded, clock() - start
+
+
+def _blamed(error: PluginError) -> PluginError | CheckpointError:
+    """The error itself; where no plugin is broken and none has the architecture, one of the model's."""
+    if "known" not in error.figures or error.figures["broken"]:
+        return error
+    return CheckpointError(error.given, needed=error.needed, remedy=error.remedy, **error.figures)
 
 
 def peak_memory_mb() -> float:

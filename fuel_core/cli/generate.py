@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 
 from fuel_core.cli.console import echo_json, load_model, peak_memory_mb
-from fuel_core.cli.options import runtime_options, sampling_options, sampling_params
+from fuel_core.cli.options import runtime, runtime_options, sampling_options, sampling_params
 from fuel_core.contracts import SamplingParams
 from fuel_core.contracts.errors import InvalidRequestError
 from fuel_core.registry.naming import one_line
 
 if TYPE_CHECKING:
-    from fuel_core.engine import Completion, Delta, Loaded
+    from fuel_core.engine import Completion, Delta, Loaded, Timing
 
 
 @click.command()
@@ -44,12 +44,12 @@ def generate(model: str, prompt: str | None, prompts_file: Path | None, **option
     """
     params = sampling_params(options)
     prompts = _prompts(prompt, prompts_file)
-    loaded, load_s = load_model(model, options["device"], options["dtype"])
+    loaded, load_s = load_model(model, runtime(options))
     inputs = [_encode(loaded, text, options["chat"]) for text in prompts]
     show = _ShowJson(load_s) if options["as_json"] else _ShowText() if prompts_file is None else _ShowMany()
     completions = _run(loaded, inputs, params, options, show)
     if options["stats"]:
-        click.echo(_figures(completions, load_s), err=True)
+        click.echo(figures(completions, load_s, peak_memory_mb()), err=True)
     _raise_failures(completions)
 
 
@@ -66,10 +66,25 @@ def _prompts(prompt: str | None, path: Path | None) -> list[str]:
         raise InvalidRequestError(
             f"prompts file {path}: {error}", needed="a readable UTF-8 text", remedy="check the path"
         ) from error
-    if lines == [""]:
+    return _prompts_of(lines, path)
+
+
+def _prompts_of(lines: list[str], path: Path) -> list[str]:
+    """The lines up to the last that is not blank. One between them is refused: outputs go by their line."""
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
         raise InvalidRequestError(
             f"prompts file {path} is empty", needed="a prompt per line", remedy="write one"
         )
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise InvalidRequestError(
+                f"line {number} of prompts file {path} is blank",
+                needed="a prompt on every line before the last",
+                remedy="write one there, or delete the line",
+                line=number,
+            )
     return lines
 
 
@@ -140,20 +155,48 @@ class _ShowJson:
         }
         if done.error is not None:
             shown["error"] = str(done.error)
-        timing = attrs.asdict(done.timing) | {"load_s": self._load_s, "peak_rss_mb": peak_memory_mb()}
-        echo_json(shown | {"timing": timing})
+        echo_json(shown | {"timing": rounded(done.timing, self._load_s, peak_memory_mb())})
 
 
-def _figures(completions: list[Completion], load_s: float) -> str:
-    """One line: how soon, how fast, how large."""
-    first = min(c.timing.first_token_s for c in completions)
-    wall = max(c.timing.total_s for c in completions)
+def rounded(timing: Timing, load_s: float, peak_mb: float) -> dict[str, float]:
+    """What ``--json`` tells of one prompt's time, to a tenth of a millisecond, of a token/s and of a MB."""
+    return {
+        "first_token_s": round(timing.first_token_s, 4),
+        "total_s": round(timing.total_s, 4),
+        "tokens_per_s": round(timing.tokens_per_s, 1),
+        "load_s": round(load_s, 4),
+        "peak_rss_mb": round(peak_mb, 1),
+    }
+
+
+def figures(completions: list[Completion], load_s: float, peak_mb: float) -> str:
+    """One line: how soon, how fast, how large; of many prompts, over all of them."""
+    many = len(completions) > 1
     tokens = sum(len(c.token_ids) for c in completions)
-    rate = completions[0].timing.tokens_per_s if len(completions) == 1 else tokens / wall
+    prompts = f" from {sum(c.prompt_tokens for c in completions)} prompt tokens" if many else ""
+    firsts = [c.timing.first_token_s for c in completions if c.token_ids]
+    rate = _rate(tokens, completions) if many else completions[0].timing.tokens_per_s
     return (
-        f"load {load_s:.2f} s · first token {first:.2f} s · {rate:.1f} tokens/s · "
-        f"{tokens} tokens · peak memory {peak_memory_mb():.0f} MB"
+        f"load {_seconds(load_s)} · first token {_spread(firsts)} · {rate:.1f} tokens/s · "
+        f"{tokens} tokens{prompts} · peak memory {peak_mb:.0f} MB"
     )
+
+
+def _rate(tokens: int, completions: list[Completion]) -> float:
+    """Tokens per second from the call to the end of the last prompt; 0 where none took any time."""
+    end = max(c.timing.total_s for c in completions)
+    return tokens / end if end > 0 else 0.0
+
+
+def _spread(times: list[float]) -> str:
+    if len(times) < 2:
+        return _seconds(times[0]) if times else "none"
+    least, middle, most = map(_seconds, (min(times), median(times), max(times)))
+    return f"min {least}, median {middle}, max {most}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value:.3f} s"
 
 
 def _raise_failures(completions: list[Completion]) -> None:

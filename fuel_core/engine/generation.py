@@ -14,7 +14,7 @@ from fuel_core.engine.output import Request
 from fuel_core.engine.results import Completion, Delta
 from fuel_core.engine.runs import ContiguousRun, PagedRun, blocks_of
 from fuel_core.engine.serving import Engine
-from fuel_core.engine.sizing import build_engine
+from fuel_core.engine.sizing import build_engine, parse_kv_memory
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -27,7 +27,7 @@ def generate(
     max_new_tokens: int = 64,
     max_batch: int = 32,
     scheduler: str = "auto",
-    kv_memory: str = "auto",
+    kv_memory: str | int = "auto",
     engine: Engine | None = None,
 ) -> list[Completion]:
     """Generate for every prompt, side by side.
@@ -40,7 +40,7 @@ def generate(
         max_batch: the most prompts that run at a time; the others wait in order.
         scheduler: ``paged`` (one pool, continuous batching), ``contiguous`` (a cache for each prompt), or
             ``auto``: paged where the model can.
-        kv_memory: for the paged scheduler; see :func:`build_engine`.
+        kv_memory: for the paged scheduler, bytes or a text; see :func:`build_engine`.
         engine: one to run on, which keeps its prefix cache between calls, with its own ``max_batch`` and
             ``kv_memory``; None makes one for this call.
 
@@ -66,20 +66,23 @@ def stream(
     max_new_tokens: int = 64,
     max_batch: int = 32,
     scheduler: str = "auto",
-    kv_memory: str = "auto",
+    kv_memory: str | int = "auto",
     engine: Engine | None = None,
 ) -> Generator[Delta, None, None]:
     """:func:`generate`, delta by delta as the tokens come; closing the iterator ends all prompts.
 
+    Args: those of :func:`generate`.
+
     Raises:
-        InvalidRequestError, CapacityError: when called, not when first iterated.
+        InvalidRequestError, CapacityError: as :func:`generate`, when called, not when first iterated.
     """
+    asked = parse_kv_memory(kv_memory)  # also for an engine, which has its own
     loaded = model if isinstance(model, Loaded) else load(model)
     requests = _requests(loaded, prompts, params, max_new_tokens)
     if not requests:
         return _nothing()
     if _is_contiguous(scheduler, loaded, engine):
-        if kv_memory != "auto":
+        if asked is not None:
             raise InvalidRequestError(
                 f"KV memory {kv_memory!r} for the contiguous scheduler",
                 needed="auto: each prompt has a cache of its own",

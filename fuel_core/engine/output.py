@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -24,9 +23,14 @@ class Request:
 
 
 class Output:
-    """What one request has said: tokens in, the text that is certain out."""
+    """What one request has said: tokens in, the text that is certain out.
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, start: float) -> None:
+    ``clock`` gives seconds, and ``start`` is when the request was made.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, start: float, clock: Callable[[], float]
+    ) -> None:
         self.request = request
         self.stopped = False
         self._tokenizer = tokenizer
@@ -34,7 +38,9 @@ class Output:
         self._stop = StopStrings(request.params.stop)
         self._texts: list[str] = []
         self._ids: list[int] = []
-        self._start = self._first = self._last = start
+        self._clock = clock
+        self._start = self._first = start
+        self._at_first = 0
 
     def add(self, tokens: Sequence[int]) -> Delta | None:
         """Take new tokens, up to the one that completes a stop string; None where there are none."""
@@ -45,9 +51,8 @@ class Output:
                 break
             taken.append(token)
             text += self._emit(self._text_of(token), len(self._ids) + len(taken))
-        self._last = time.perf_counter()
         if taken and not self._ids:
-            self._first = self._last
+            self._first, self._at_first = self._clock(), len(taken)
         return self._delta(text, taken) if taken else None
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> Delta:
@@ -75,12 +80,12 @@ class Output:
 
     def _emit(self, text: str, count: int) -> str:
         """What of ``text``, which the ``count``-th token brought, is certain to stay."""
-        if count <= self.request.params.min_new_tokens:
-            return text
-        text, self.stopped = self._stop.feed(text)
+        may_end = count > self.request.params.min_new_tokens
+        text, self.stopped = self._stop.feed(text, may_end=may_end)
         return text
 
     def _timing(self) -> Timing:
-        elapsed = self._last - self._first
-        rate = (len(self._ids) - 1) / elapsed if elapsed > 0 and self._ids else 0.0
-        return Timing(self._first - self._start, self._last - self._start, rate)
+        end = self._clock()
+        elapsed = end - self._first
+        rate = (len(self._ids) - self._at_first) / elapsed if elapsed > 0 else 0.0
+        return Timing(self._first - self._start, end - self._start, rate)

@@ -9,12 +9,13 @@ from fuel_core.contracts import FinishReason
 
 @attrs.frozen
 class Timing:
-    """Seconds since the call, of one prompt among those it ran with.
+    """How long one prompt took among those it ran with, waiting for its turn included.
 
     Attributes:
-        first_token_s: until its first token.
-        total_s: until it finished.
-        tokens_per_s: tokens after the first, over the time that they took; 0 where there are none.
+        first_token_s: seconds from the call, its prompts being accepted, to the first token; 0 without one.
+        total_s: seconds from then until it finished.
+        tokens_per_s: tokens after those of its first step, over the time that they took; 0 where there are
+            none.
     """
 
     first_token_s: float

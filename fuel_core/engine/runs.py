@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from fuel_core.contracts import FinishReason
 from fuel_core.contracts.errors import CapacityError
@@ -21,13 +21,18 @@ _BLOCK_SIZE = 16
 
 
 class Run(ABC):
-    """Iterating runs the requests to their end and yields their deltas; closing it ends them all."""
+    """Iterating runs the requests to their end and yields their deltas; closing it ends them all.
 
-    def __init__(self, loaded: Loaded, scheduler: Engine | SessionScheduler) -> None:
+    ``clock`` gives seconds; the requests' time begins when the run is made.
+    """
+
+    def __init__(
+        self, loaded: Loaded, scheduler: Engine | SessionScheduler, clock: Callable[[], float]
+    ) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
         self._running: dict[SessionId, Output] = {}
-        self._start = time.perf_counter()
+        self._clock, self._start = clock, clock()
 
     def __iter__(self) -> Generator[Delta, None, None]:
         try:
@@ -58,7 +63,7 @@ class Run(ABC):
         """Start what can start; the deltas of what cannot run at all."""
 
     def _output(self, request: Request) -> Output:
-        return Output(request, self._loaded.tokenizer, self._start)
+        return Output(request, self._loaded.tokenizer, self._start, self._clock)
 
     def _collect(self, session: Session) -> Iterator[Delta]:
         output = self._running[session.id]
@@ -80,8 +85,14 @@ class PagedRun(Run):
         InvalidRequestError: the engine is over another model.
     """
 
-    def __init__(self, loaded: Loaded, engine: Engine, requests: Sequence[Request]) -> None:
-        super().__init__(loaded, engine)
+    def __init__(
+        self,
+        loaded: Loaded,
+        engine: Engine,
+        requests: Sequence[Request],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(loaded, engine, clock)
         engine.check_model(loaded.model)
         self._engine, self._waiting = engine, list(requests)
         for request in requests:
@@ -106,14 +117,20 @@ class PagedRun(Run):
 class ContiguousRun(Run):
     """Requests on caches of their own, ``max_batch`` at a time in order."""
 
-    def __init__(self, loaded: Loaded, requests: Sequence[Request], max_batch: int) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        requests: Sequence[Request],
+        max_batch: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._policy = Batched(max_batch)
         self._waiting = deque(requests)
         budget = _room_for_any(requests, max_batch)
         scheduler = SessionScheduler(
             loaded.model, budget, policy=self._policy, device=loaded.device, dtype=loaded.dtype
         )
-        super().__init__(loaded, scheduler)
+        super().__init__(loaded, scheduler, clock)
         self._contiguous = scheduler
 
     def _is_done(self) -> bool:

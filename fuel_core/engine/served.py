@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from fuel_core.contracts import DecodeModel, RaggedDecodeModel
@@ -9,26 +11,34 @@ from fuel_core.contracts.errors import InvalidRequestError, UnsupportedTierError
 from fuel_core.kv import SessionHandle
 from fuel_core.kv.device_pool import SessionImage
 from fuel_core.kv.prefix_index import PrefixStats
-from fuel_core.schedule.session import Session
+from fuel_core.schedule.session import Session, SessionPhase
+from fuel_core.schedule.table import replay_sampler
 
 
 class ServedSession(Session):
     """A session of the engine.
 
     Attributes:
+        max_new_tokens: the most that it may generate.
         handle: its session in the pool while it runs, else None.
         image: its keys and values while it is preempted, else None.
-        chain: the hash chain of its full blocks.
+        held: how many of its first tokens have keys and values that can be relied on, in the pool or in the
+            image. The pool may have room for more, which a pass that was cut short has taken.
+        chain: the hash chain of its tokens' full blocks, as far as it was asked for.
+        indexed: how many of them it has put into the prefix cache, or found there, while it ran.
         forks: sessions that share its prompt and wait for it to be computed.
-        waits_for_parent: whether it is one of them.
+        parent: the session that it waits for so, else None.
     """
 
     handle: SessionHandle | None = None
     image: SessionImage | None = None
-    waits_for_parent: bool = False
+    parent: ServedSession | None = None
+    held: int = 0
+    indexed: int = 0
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, *args: Any, max_new_tokens: int, **kwargs: Any) -> None:
+        super().__init__(*args, max_new_tokens=max_new_tokens, **kwargs)
+        self.max_new_tokens = max_new_tokens
         self.chain: list[bytes] = []
         self.forks: list[ServedSession] = []
 
@@ -36,6 +46,16 @@ class ServedSession(Session):
     def seats(self) -> int:
         """How many sessions it is once its prompt has been computed."""
         return 1 + sum(fork.is_ready for fork in self.forks)
+
+    def settle(self) -> None:
+        """Derive all that follows from the tokens again: an interrupt may have come in between."""
+        if self.finish_reason is not None:
+            self.phase = SessionPhase.FINISHED
+        elif self.new_tokens:
+            self.remaining = self.max_new_tokens - len(self.new_tokens) + 1
+            self.append(self.tokens.pop())
+        if self.is_ready:
+            replay_sampler(self)
 
 
 @attrs.define

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import attrs
 import torch
 
-from fuel_core.contracts import ModelDims
-from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.contracts import ModelDims, RaggedDecodeModel
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 from fuel_core.engine.loading import Loaded
 from fuel_core.engine.served import check_limits, ragged
 from fuel_core.engine.serving import Engine
 from fuel_core.kv import DeviceKvPool, KvBudget, KvGeometry, KvMemoryBudget
-from fuel_core.kv.residency import fit_geometry_from_residency, measure_residency, peak_resident_bytes
+from fuel_core.kv.residency import (
+    ResidencyReport,
+    fit_geometry_from_residency,
+    measure_residency,
+    peak_resident_bytes,
+)
 from fuel_core.schedule.table import geometry_of
+
+Measure: TypeAlias = Callable[[RaggedDecodeModel, DeviceKvPool, int], ResidencyReport]
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,15})?)"
-_PROBE_TOKENS = 64
+_AUTO_SHARE = 0.9
 
 
 def build_engine(
     loaded: Loaded,
     *,
-    kv_memory: str = "auto",
+    kv_memory: str | int = "auto",
     max_batch: int = 32,
     token_budget: int = 512,
     block_size: int = 16,
@@ -36,9 +46,9 @@ def build_engine(
 
     Args:
         loaded: the model.
-        kv_memory: ``2GiB``, ``500MB``, ``40%``: what is left of this share of the memory beside the model and
-            its steps, or ``auto``: nearly all of it. The last is no more than ``max_batch`` sessions of the
-            whole context can use.
+        kv_memory: a number of bytes, ``2GiB``, ``500MB``, ``40%``: what is left of this share of the memory
+            beside the model and its largest pass, or ``auto``: nearly all of it. The last is no more than
+            ``max_batch`` sessions of the whole context can use.
         max_batch, token_budget: see :class:`Engine`.
         block_size: tokens per block.
         max_blocks: the most blocks that are of use, where that is known.
@@ -46,75 +56,234 @@ def build_engine(
     Raises:
         InvalidRequestError: a ``kv_memory`` that is none of these, or a limit below 1.
         UnsupportedTierError: the model has no ragged tier.
-        CapacityError: not one block fits.
+        CapacityError: not one block fits, or a pass of ``token_budget`` tokens does not.
     """
+    asked = parse_kv_memory(kv_memory)
     check_limits(max_batch, token_budget)
     dims = ModelDims.from_model(ragged(loaded.model))
-    one = geometry_of(dims, KvBudget(block_size, 1), loaded.dtype)
+    one = geometry_of(dims, KvBudget(block_size, 1), loaded.kv_dtype)
     useful = _blocks_of_whole_contexts(loaded, max_batch, block_size) if max_blocks is None else max_blocks
     template = one if useful is None else attrs.evolve(one, num_blocks=useful)
-    geometry = _geometry(loaded, template, kv_memory, bounded=useful is not None)
-    pool = DeviceKvPool(geometry, loaded.dtype, loaded.device)
+    geometry = fit_pool(
+        loaded,
+        template,
+        asked,
+        pass_tokens=max(max_batch, token_budget),
+        bounded=useful is not None,
+        read=partial(device_memory, loaded.device),
+    )
+    pool = DeviceKvPool(geometry, loaded.kv_dtype, loaded.device)
     return Engine(loaded.model, pool, max_batch=max_batch, token_budget=token_budget)
-
-
-def _geometry(loaded: Loaded, useful: KvGeometry, kv_memory: str, *, bounded: bool) -> KvGeometry:
-    """As many blocks as ``kv_memory`` says, and no more than are ``useful`` where that is ``bounded``."""
-    text = str(kv_memory).strip().upper()
-    if match := re.fullmatch(rf"{_NUMBER} ?(B|[KMG]I?B)", text):
-        fits = _fixed(useful, int(float(match[1]) * _UNITS[match[2]]), kv_memory)
-    elif match := re.fullmatch(rf"{_NUMBER} ?%", text):
-        fits = _fit(loaded, useful, float(match[1]) / 100, kv_memory)
-    elif text != "AUTO":
-        raise _bad(kv_memory)
-    elif bounded and useful.num_blocks * useful.block_bytes < _device_bytes(loaded.device) // 4:
-        return useful  # it is clear without a measurement
-    else:
-        fits = _fit(loaded, useful, 0.9, kv_memory)
-    return attrs.evolve(fits, num_blocks=min(fits.num_blocks, useful.num_blocks)) if bounded else fits
-
-
-def _fixed(template: KvGeometry, size: int, kv_memory: str) -> KvGeometry:
-    if not size:
-        raise _bad(kv_memory)
-    return template.fit_to_budget(KvMemoryBudget(size, 1.0, 0))
-
-
-def _fit(loaded: Loaded, template: KvGeometry, utilization: float, kv_memory: str) -> KvGeometry:
-    if not 0 < utilization <= 1:
-        raise _bad(kv_memory)
-    tokens = min(_PROBE_TOKENS, loaded.max_context or _PROBE_TOKENS)
-    probe = attrs.evolve(template, num_blocks=-(-tokens // template.block_size))
-    report = measure_residency(
-        ragged(loaded.model),
-        DeviceKvPool(probe, loaded.dtype, loaded.device),
-        tokens,
-    )
-    return fit_geometry_from_residency(template, report, probe, _device_bytes(loaded.device), utilization)
-
-
-def _bad(kv_memory: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"KV memory {kv_memory!r}",
-        needed="a size such as 2GiB or 500MB, a share such as 40%, or auto",
-        remedy="write one of these",
-    )
-
-
-def _device_bytes(device: torch.device) -> int:
-    """The memory that this process has or could have."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
-    return _available_bytes() + peak_resident_bytes()
-
-
-def _available_bytes() -> int:
-    """What could be allocated without swapping; Linux counts its page cache in."""
-    meminfo = Path("/proc/meminfo")
-    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
-    return int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _blocks_of_whole_contexts(loaded: Loaded, max_batch: int, block_size: int) -> int | None:
     return None if loaded.max_context is None else max_batch * -(-loaded.max_context // block_size)
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+def parse_kv_memory(kv_memory: str | int) -> int | float | None:
+    """What ``kv_memory`` asks for: an integer of bytes, a share of the memory in (0, 1], or None for auto.
+
+    Raises:
+        InvalidRequestError: it is none of these.
+    """
+    asked: int | float | None
+    text = str(kv_memory).strip().upper()
+    if isinstance(kv_memory, int) and not isinstance(kv_memory, bool):
+        asked = kv_memory
+    elif match := re.fullmatch(rf"{_NUMBER} ?(B|[KMG]I?B)", text):
+        asked = int(float(match[1]) * _UNITS[match[2]])
+    elif match := re.fullmatch(rf"{_NUMBER} ?%", text):
+        asked = float(match[1]) / 100
+    elif text == "AUTO":
+        return None
+    else:
+        raise _bad(kv_memory)
+    if asked <= 0 or (isinstance(asked, float) and asked > 1):
+        raise _bad(kv_memory)
+    return asked
+
+
+def _bad(kv_memory: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"KV memory {kv_memory!r}",
+        needed="a size such as 2GiB or 500MB, a number of bytes, a share such as 40%, or auto",
+        remedy="write one of these",
+    )
+
+
+# -- what fits -------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Memory:
+    """A device's memory at one moment, in bytes.
+
+    Attributes:
+        free: what could be allocated.
+        owned: what this process has allocated, and ``free`` does not count.
+        resident: all that this process has in it, mapped files too.
+    """
+
+    free: int
+    owned: int
+    resident: int
+
+
+def fit_pool(
+    loaded: Loaded,
+    template: KvGeometry,
+    asked: int | float | None,
+    *,
+    pass_tokens: int,
+    bounded: bool,
+    read: Callable[[], Memory],
+    measure: Measure = measure_residency,
+) -> KvGeometry:
+    """``template`` with as many blocks as are asked for, and no more than its own where that is ``bounded``.
+
+    Args:
+        loaded: the model.
+        template: the blocks' shape, and their useful number.
+        asked: see :func:`parse_kv_memory`. A share is taken after what the model and its largest pass need.
+        pass_tokens: the most tokens of a pass.
+        bounded: whether more blocks than the template's are of no use.
+        read: gives the device's memory as it is now.
+        measure: runs a pass of so many tokens on a probe pool; see :func:`measure_residency`.
+
+    Raises:
+        CapacityError: not one block fits, or the probe pool does not.
+    """
+    if bounded:  # each token of a pass has a slot of its own
+        pass_tokens = min(pass_tokens, template.num_blocks * template.block_size)
+    if isinstance(asked, int):
+        fits = template.fit_to_budget(KvMemoryBudget(asked, 1.0, 0))
+    elif asked is None and bounded and _bytes_of(template) < read().free // 4:
+        return template  # it is clear without a measurement
+    else:
+        fits = _fit_share(loaded, template, asked or _AUTO_SHARE, pass_tokens, read(), measure)
+    return attrs.evolve(fits, num_blocks=min(fits.num_blocks, template.num_blocks)) if bounded else fits
+
+
+def _fit_share(
+    loaded: Loaded, template: KvGeometry, share: float, pass_tokens: int, memory: Memory, measure: Measure
+) -> KvGeometry:
+    tokens = min(pass_tokens, loaded.max_context or pass_tokens)
+    probe = attrs.evolve(template, num_blocks=-(-tokens // template.block_size))
+    _check_probe(probe, tokens, memory)
+    report = measure(ragged(loaded.model), DeviceKvPool(probe, loaded.kv_dtype, loaded.device), tokens)
+    # A session of the whole context may be less than a pass holds: what is missing takes its part again.
+    taken = max(0, report.peak_bytes - memory.resident - _bytes_of(probe))
+    missing = -(-taken * (pass_tokens - tokens) // tokens)
+    report = attrs.evolve(report, peak_bytes=report.peak_bytes + missing)
+    return fit_geometry_from_residency(template, report, probe, memory.free + memory.owned, share)
+
+
+def _check_probe(probe: KvGeometry, tokens: int, memory: Memory) -> None:
+    if _bytes_of(probe) > memory.free:
+        raise CapacityError(
+            f"a pass of {tokens} tokens, whose keys and values take {_bytes_of(probe)} bytes",
+            needed=f"at most {memory.free} bytes, which are free",
+            remedy="lower token_budget, or free memory on the device",
+            need=_bytes_of(probe),
+            have=memory.free,
+        )
+
+
+def _bytes_of(geometry: KvGeometry) -> int:
+    return geometry.num_blocks * geometry.block_bytes
+
+
+# -- what there is ---------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class MemoryFiles:
+    """Where Linux tells of a process's memory and of the control groups that limit it."""
+
+    meminfo: Path = Path("/proc/meminfo")
+    status: Path = Path("/proc/self/status")
+    own_cgroups: Path = Path("/proc/self/cgroup")
+    cgroups: Path = Path("/sys/fs/cgroup")
+
+
+@attrs.frozen
+class _CgroupVersion:
+    """A version's names: the folder that holds the groups, and the files and figures of each group."""
+
+    mount: str
+    limit: str
+    usage: str
+    page_cache: tuple[str, str]
+
+
+_V1 = _CgroupVersion(
+    "memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+_V2 = _CgroupVersion("", "memory.max", "memory.current", ("active_file", "inactive_file"))
+
+
+def device_memory(device: torch.device) -> Memory:
+    """What a device has for this process now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return Memory(free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
+    return host_memory(MemoryFiles())
+
+
+def host_memory(files: MemoryFiles) -> Memory:
+    """What the machine, or the container where that is less, has for this process now."""
+    owned, resident = _figure(files.status, "RssAnon"), _figure(files.status, "VmRSS")
+    available = _figure(files.meminfo, "MemAvailable")
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    host = half if available is None else available * 1024  # its page cache counts as free
+    free = max(0, min((host, *_left_by_cgroups(files))))
+    if owned is None or resident is None:
+        return Memory(free, peak_resident_bytes(), peak_resident_bytes())
+    return Memory(free, owned * 1024, resident * 1024)
+
+
+def _left_by_cgroups(files: MemoryFiles) -> Iterator[int]:
+    """The bytes that each group with a limit, this process's own and those around it, leaves free."""
+    for version, path in _own_cgroups(files.own_cgroups):
+        mount = files.cgroups / version.mount
+        # A container may see its own group as the mount, under a path of the machine's.
+        names = [name for name in path.split("/") if name]
+        for depth in range(len(names) + 1):
+            group = mount.joinpath(*names[:depth])
+            limit = _text(group / version.limit).strip()
+            if limit.isdecimal():  # else "max", or there is none
+                yield int(limit) - _unreclaimable(group, version)
+
+
+def _own_cgroups(file: Path) -> Iterator[tuple[_CgroupVersion, str]]:
+    for controllers, path in re.findall(r"^\d+:([^:]*):(.*)$", _text(file), re.MULTILINE):
+        if not controllers:
+            yield _V2, path
+        elif "memory" in controllers.split(","):
+            yield _V1, path
+
+
+def _unreclaimable(group: Path, version: _CgroupVersion) -> int:
+    """What a group holds but for its page cache, which counts as free as it does on the machine."""
+    page_cache = sum(_figure(group / "memory.stat", name) or 0 for name in version.page_cache)
+    return int(_text(group / version.usage).strip() or 0) - page_cache
+
+
+def _figure(file: Path, name: str) -> int | None:
+    """The number that follows ``name`` at the start of a line."""
+    match = re.search(rf"^{name}:?\s+(\d+)", _text(file), re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def _text(file: Path) -> str:
+    """A file's text; nothing where it cannot be read, as on a system without it."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -6,6 +6,7 @@ import torch
 
 from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 from fuel_core.contracts.state import ModelDims
+from fuel_core.kv.storage import allocated
 
 
 class KvCache:
@@ -42,7 +43,14 @@ class KvCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.cached_len = 0
-        self.k, self.v = (_allocate(shape, dtype, self.device) for _ in range(2))
+        self.k, self.v = (
+            allocated(
+                f"a KV cache of shape {list(shape)} in {dtype}",
+                "lower the context, the batch or max_new_tokens",
+                lambda: torch.empty(shape, dtype=dtype, device=self.device),
+            )
+            for _ in range(2)
+        )
 
     def truncate(self, n: int) -> None:
         """Forget all but the first ``n`` tokens.
@@ -62,14 +70,3 @@ class KvCache:
         """Free the memory now, whoever still holds this object; it has no room from then on."""
         self.k = self.v = self.k.new_empty(0)
         self.cached_len = self.max_seq_len = 0
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    try:
-        return torch.empty(shape, dtype=dtype, device=device)
-    except (RuntimeError, MemoryError) as error:  # torch reports a failed allocation as RuntimeError
-        raise CapacityError(
-            f"a KV cache of shape {list(shape)} in {dtype}",
-            needed="that much free memory",
-            remedy="lower the context, the batch or max_new_tokens",
-        ) from error

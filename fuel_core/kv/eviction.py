@@ -17,10 +17,15 @@ class StateKind(Enum):
 
 
 class Fidelity(Enum):
-    """How faithfully a restored session goes on.
+    """How much of a session a handle brings back.
 
-    ``LOSSY`` promises the state that the handle covers and nothing beside it. ``EXACT``, which would promise
-    all of a session's state, is reserved: nothing returns it yet.
+    ``LOSSY`` is about what is left out, not about precision. What the handle ``covers`` comes back exactly:
+    each slot that was detached and is still evicted has a block of its own again, likely another one, and its
+    bytes where the eviction saved them (``DeviceKvPool`` does; ``KvBlockPool`` keeps no bytes). All else that
+    makes up a session is its owner's to keep: tokens, the sampler and its random state, held plans. Nor does
+    a restore take back a fill that has grown, or bring back slots that were truncated away.
+
+    ``EXACT``, which would promise all of a session's state, is reserved: nothing returns it yet.
     """
 
     LOSSY = "lossy"

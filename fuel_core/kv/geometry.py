@@ -100,7 +100,8 @@ class KvGeometry:
             raise CapacityError(
                 f"{budget.kv_bytes} bytes for KV blocks",
                 needed=f"{self.block_bytes} bytes, the size of one block",
-                remedy="raise utilization, free memory on the device, or use smaller blocks",
+                remedy="give more KV memory, or free some on the device: what else runs there may do with "
+                "a shorter context or fewer sessions",
                 need=self.block_bytes,
                 have=budget.kv_bytes,
             )

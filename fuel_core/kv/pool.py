@@ -95,7 +95,8 @@ class KvBlockPool(SessionTables):
             ``(slot, new block)`` of each, ascending: where the saved bytes go.
 
         Raises:
-            InvalidRequestError: the handle was restored before, or is another session's.
+            InvalidRequestError: the handle was restored before, is another session's, or is none: the report
+                that it came in, say.
             OutOfBlocksError: too few free blocks; the handle stays good.
         """
         table = self._table(session)
@@ -121,6 +122,12 @@ class KvBlockPool(SessionTables):
         return EvictReport(len(exclusive), len(resident) - len(exclusive), handle)
 
     def _check_handle(self, session: SessionHandle, handle: Evicted) -> None:
+        if not isinstance(handle, Evicted):
+            raise InvalidRequestError(
+                f"{type(handle).__name__} in place of a handle",
+                needed="the Evicted that the report of an eviction carries",
+                remedy="pass report.handle",
+            )
         if handle not in self._unspent:
             raise InvalidRequestError(
                 f"{handle}, restored before or of another pool",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 import torch
@@ -44,14 +45,11 @@ class BlockStorage:
         self.geometry, self.dtype, self.device = geometry, dtype, torch.device(device)
         self.alloc_id = next(_alloc_ids)
         shape = (geometry.n_layers, 2, *self.pool_shape)
-        try:
-            self._buffers = torch.zeros(shape, dtype=dtype, device=self.device)
-        except (RuntimeError, MemoryError) as error:  # torch reports a failed allocation as RuntimeError
-            raise CapacityError(
-                f"a KV pool of {geometry.num_blocks * geometry.block_bytes} bytes on {self.device}",
-                needed="that much free memory",
-                remedy="lower num_blocks, or size the pool with fit_to_budget",
-            ) from error
+        self._buffers = allocated(
+            f"a KV pool of {geometry.num_blocks * geometry.block_bytes} bytes on {self.device}",
+            "lower num_blocks, or size the pool with fit_to_budget",
+            lambda: torch.zeros(shape, dtype=dtype, device=self.device),
+        )
 
     @property
     def pool_shape(self) -> tuple[int, int, int, int]:
@@ -161,6 +159,44 @@ class BlockStorage:
         self.check_block(source)
         self.check_block(target)
         self._buffers[:, :, target].copy_(self._buffers[:, :, source])
+
+    # What is contiguous a device copies straight to the host and back; for anything else it needs memory.
+
+    def block_to_host(self, block: int) -> Tensor:
+        """A copy of a block of every layer, ``[n_layers, 2, block_size, n_kv_heads, head_dim]`` on the CPU.
+
+        Raises:
+            InvalidRequestError: no such block.
+        """
+        self.check_block(block)
+        parts = torch.stack([part[block].to("cpu") for part in self._parts()])
+        return parts.view(self.geometry.n_layers, 2, *self.pool_shape[1:])
+
+    def block_from_host(self, block: int, data: Tensor) -> None:
+        """Set a block of every layer to what :meth:`block_to_host` gave.
+
+        Raises:
+            InvalidRequestError: no such block.
+        """
+        self.check_block(block)
+        for part, values in zip(self._parts(), data.flatten(0, 1), strict=True):
+            part[block].copy_(values)
+
+    def _parts(self) -> Iterator[Tensor]:
+        """K and V of each layer in turn."""
+        return iter(self._buffers.flatten(0, 1))
+
+
+def allocated(what: str, remedy: str, make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` makes.
+
+    Raises:
+        CapacityError: there is no memory for ``what``.
+    """
+    try:
+        return make()
+    except (RuntimeError, MemoryError) as error:  # torch reports a failed allocation as RuntimeError
+        raise CapacityError(what, needed="that much free memory", remedy=remedy) from error
 
 
 def outside(what: str, given: int, size: int) -> InvalidRequestError:

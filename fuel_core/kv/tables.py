@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import attrs
 
@@ -129,6 +130,21 @@ class SessionTables:
         """
         table = self._table(session)
         return self._growth(table, add) + (add > 0 and self._tail_is_shared(table))
+
+    @contextmanager
+    def reserved(self, count: int) -> Iterator[tuple[int, ...]]:
+        """``count`` free blocks to write to before anything refers to them.
+
+        After the body they are free again, and the next that the pool hands out, in this order.
+
+        Raises:
+            OutOfBlocksError: too few free blocks; nothing has changed.
+        """
+        blocks = self._ledger.take(count)
+        try:
+            yield tuple(blocks)
+        finally:
+            self._ledger.drop(blocks)
 
     # -- sessions --------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,7 +15,9 @@ from fuel_core.contracts.requests import check_context, check_tokens
 from fuel_core.contracts.session import DecodeSession
 from fuel_core.contracts.state import ModelDims
 from fuel_core.kernels import ops
+from fuel_core.kernels.protocols import Recording
 from fuel_core.kv.device_pool import DeviceKvPool
+from fuel_core.kv.growth import JointGrowth
 from fuel_core.kv.pool import SessionHandle
 from fuel_core.layers.rope import Rope
 
@@ -33,35 +34,37 @@ class HasRope(Protocol):
 class PagedStep:
     """A step whose tokens lie in a pool. Its inputs are buffers that can be bound to other tokens.
 
-    ``width`` is that of the block table; None is what the sessions need now.
+    Args:
+        rope, pool: the model's rotation, and where the tokens lie.
+        counts: how many new tokens each session has.
+        width: of the block table.
 
     Attributes:
         token_ids: int64 ``[T]``; rows of one session stand together.
+        recording: the kernel calls of an earlier run over these buffers, or None.
+        is_kept: whether it is bound again, so that a recording is worth making.
     """
 
+    recording: Recording | None = None
+
     def __init__(
-        self,
-        rope: Rope,
-        pool: DeviceKvPool,
-        sessions: Sequence[SessionHandle],
-        counts: Sequence[int],
-        width: int | None = None,
+        self, rope: Rope, pool: DeviceKvPool, counts: Sequence[int], width: int, *, is_kept: bool = False
     ) -> None:
         total, device = sum(counts), pool.device
-        self._rope, self._pool, self._sessions = rope, pool, tuple(sessions)
-        self._counts = list(counts)
-        self._width = width or max(len(pool.core.session_blocks(session)) for session in sessions)
+        self._rope, self._pool, self._width, self.is_kept = rope, pool, width, is_kept
+        self._counts = torch.tensor(counts, dtype=torch.int32)  # [B]
         self.token_ids = torch.zeros(total, dtype=torch.int64, device=device)
         self._positions = torch.zeros(total, dtype=torch.int64, device=device)
         self._slots = torch.zeros(total, dtype=torch.int64, device=device)
-        self._block_table = torch.zeros(len(sessions), self._width, dtype=torch.int32, device=device)
-        self._context_lens = torch.zeros(len(sessions), dtype=torch.int32, device=device)
+        self._block_table = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
+        self._context_lens = torch.zeros(len(counts), dtype=torch.int32, device=device)
+        self._cos, self._sin = rope.angles(self._positions)  # [T, D/2]
 
-    def bind(self, tokens: Sequence[int]) -> None:
+    def bind(self, tokens: Sequence[int], sessions: Sequence[SessionHandle]) -> None:
         """Take the tokens, which the sessions' fill counts already, and where they lie."""
-        table = self._pool.materialize_block_table_padded(self._sessions, self._width)
+        table = self._pool.materialize_block_table_padded(sessions, self._width)
         lens = table.context_lens.long()  # [B]
-        counts = torch.tensor(self._counts)  # [B]
+        counts = self._counts
         starts = (lens - counts).repeat_interleave(counts)  # [T], each row's session's first new position
         firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)  # [T], its first row
         positions = starts + torch.arange(len(tokens)) - firsts  # [T]
@@ -73,7 +76,9 @@ class PagedStep:
         self._slots.copy_(blocks * size + positions % size)
         self._block_table.copy_(table.block_table)
         self._context_lens.copy_(table.context_lens)
-        self._cos, self._sin = self._rope.angles(self._positions)  # [T, D/2]
+        cos, sin = self._rope.angles(self._positions)
+        self._cos.copy_(cos)
+        self._sin.copy_(sin)
 
     def attention(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None = None) -> Tensor:
         """See :meth:`Step.attention`."""
@@ -114,10 +119,25 @@ class HeldStep:
         if isinstance(plan, _Plan) and plan.serves(self.model, pool, session, self.width):
             self.holder.rebinds += 1
             return plan.step
-        step = PagedStep(self.model.rope, pool, [session], [1], self.width)
+        step = PagedStep(self.model.rope, pool, [1], self.width, is_kept=True)
         self.holder.plan = _Plan(self.model, pool.alloc_id, session, self.width, step)
         self.holder.rebinds = 0
         return step
+
+
+def step_for(
+    model: HasRope, pool: DeviceKvPool, sessions: Sequence[SessionHandle], counts: Sequence[int]
+) -> PagedStep:
+    """A step for these numbers of new tokens: of single tokens one that the pool keeps, else a new one."""
+    width = max(len(pool.core.session_blocks(session)) for session in sessions)
+    if any(count != 1 for count in counts):
+        return PagedStep(model.rope, pool, counts, width)
+    steps = pool.plans.setdefault(model, {})
+    key = len(counts), 1 << (width - 1).bit_length()  # few widths, so that few steps are kept
+    if key not in steps:
+        steps[key] = PagedStep(model.rope, pool, counts, key[1], is_kept=True)
+    step: PagedStep = steps[key]
+    return step
 
 
 def check_one_position(pool: DeviceKvPool, sessions: Sequence[SessionHandle]) -> None:
@@ -185,20 +205,19 @@ def check_batch(
 
 def blocks_needed(pool: DeviceKvPool, sessions: Sequence[SessionHandle], counts: Sequence[int]) -> int:
     """The blocks that appending to all sessions takes, copies of shared last blocks among them."""
-    core, size = pool.core, pool.geometry.block_size
-    need, sharers = 0, Counter[int]()
+    growth = JointGrowth(pool.core)
     for session, count in zip(sessions, counts, strict=True):
-        filled = core.filled_tokens(session)
-        need += core.blocks_required(filled, count)
-        if filled % size:
-            sharers[core.resident_block(session, filled // size)] += 1
-    # Of those that share a block and all write, the last to copy keeps the original.
-    return need + sum(min(n, core.block_refcount(block) - 1) for block, n in sharers.items())
+        growth.add(session, count)
+    return growth.need
 
 
 @contextmanager
 def appended(pool: DeviceKvPool, sessions: Sequence[SessionHandle], counts: Sequence[int]) -> Iterator[None]:
-    """Room for the new tokens in blocks that are the sessions' own; taken back if the body fails."""
+    """Room for the new tokens in blocks that are the sessions' own; taken back if the body fails.
+
+    A block that was copied for a session stays its own then: the last sharer writes to the original, behind
+    its own fill and maybe over tokens of the session that left it.
+    """
     before = [pool.core.filled_tokens(session) for session in sessions]
     try:
         for session, filled, count in zip(sessions, before, counts, strict=True):

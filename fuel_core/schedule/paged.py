@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fuel_core.contracts.errors import (
-    InvalidRequestError,
     OutOfBlocksError,
+    SessionNotResidentError,
     UnknownPrefixError,
     UnsupportedTierError,
 )
 from fuel_core.contracts.requests import check_request
 from fuel_core.contracts.sampling import SamplingParams
-from fuel_core.contracts.session import DecodeSession, PagedDecodePlan
+from fuel_core.contracts.session import PagedDecodePlan
 from fuel_core.contracts.state import ModelDims
 from fuel_core.contracts.tiers import PagedDecodeModel
 from fuel_core.kv.device_pool import DeviceKvPool
 from fuel_core.kv.geometry import KvBudget
+from fuel_core.kv.growth import JointGrowth
 from fuel_core.kv.pool import PrefixId
 from fuel_core.schedule.paged_session import PagedSession, check_begins
+from fuel_core.schedule.paged_table import PagedTable
 from fuel_core.schedule.policy import Batched, StepReport, batches
 from fuel_core.schedule.session import SessionId, SessionPhase
-from fuel_core.schedule.table import SessionTable, geometry_of
+from fuel_core.schedule.table import geometry_of
 
 
-class PagedSessionScheduler(SessionTable[PagedSession]):
+class PagedSessionScheduler(PagedTable):
     """Runs sessions on a model's paged tier, over one pool.
 
-    Admission is optimistic: nothing is reserved. A session that the pool cannot grow finishes with
-    OutOfBlocksError, and no other does. Prompts are fed token by token.
+    Admission is optimistic: nothing is reserved, and only a prompt that the whole pool would not hold is
+    refused. A session that the pool cannot grow finishes with OutOfBlocksError, and no other does. Prompts
+    are fed token by token.
 
     Args:
         model: the shared weights.
@@ -62,54 +66,11 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
                 needed="a PagedDecodeModel",
                 remedy="serve it with SessionScheduler",
             )
-        super().__init__(model)
+        geometry = geometry_of(ModelDims.from_model(model), budget, dtype)
+        super().__init__(model, DeviceKvPool(geometry, dtype, device))
         self._paged = model
-        self.pool = DeviceKvPool(geometry_of(ModelDims.from_model(model), budget, dtype), dtype, device)
         self.plan = PagedDecodePlan.PLAN_ONCE
         self._prefixes: dict[PrefixId, tuple[int, ...]] = {}
-
-    # -- what there is -------------------------------------------------------------------------
-
-    @property
-    def kv_free_blocks(self) -> int:
-        """Blocks that nothing holds."""
-        return self.pool.core.free_blocks
-
-    @property
-    def session_count(self) -> int:
-        """Sessions that have not been reaped."""
-        return len(self._sessions)
-
-    def is_suspended(self, id: SessionId) -> bool:
-        """Whether a session's blocks are on the host.
-
-        Raises:
-            UnknownSessionError: there is none of this id.
-        """
-        return self.session(id).suspended is not None
-
-    def session_realize_count(self, id: SessionId) -> int | None:
-        """How often a session's held plan was bound again: 0 right after its build, None without one."""
-        session = self._sessions.get(id)
-        held = session is not None and session.decode_session.plan is not None
-        return session.decode_session.rebinds if session is not None and held else None
-
-    def capture_logits(self, id: SessionId) -> None:
-        """Keep every logits vector that the session samples from, from now on.
-
-        Raises:
-            UnknownSessionError: there is none of this id.
-        """
-        session = self.session(id)
-        session.captured = [] if session.captured is None else session.captured
-
-    def take_captured_logits(self, id: SessionId) -> list[Tensor] | None:
-        """What was captured, float32 ``[vocab]`` each, and stop; None where nothing is captured."""
-        session = self._sessions.get(id)
-        if session is None:
-            return None
-        captured, session.captured = session.captured, None
-        return captured
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -125,7 +86,9 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
 
         Raises:
             InvalidRequestError: an empty prompt, no tokens to generate, an id outside the vocabulary, or more
-                tokens than the model's context. Nothing has changed.
+                tokens than the model's context.
+            CapacityError: the prompt alone needs more blocks than the pool has, free or not: ``need`` of
+                ``have``. In every case nothing has changed.
         """
         session = self._new_session(prompt, sampling, eos_ids, max_new_tokens)
         session.handle = self.pool.core.open()
@@ -144,6 +107,7 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
 
         Raises:
             InvalidRequestError: as :meth:`add_session`, or a prompt with nothing after the prefix.
+            CapacityError: as :meth:`add_session`.
             UnknownPrefixError: no such prefix.
             PrefixMismatchError: the prompt does not begin with the prefix's tokens. In every case nothing has
                 changed.
@@ -159,6 +123,7 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
     ) -> PagedSession:
         vocab_size, max_context = self._model.vocab_size(), self._model.max_context()
         check_request(prompt, sampling, max_new_tokens, vocab_size=vocab_size, max_context=max_context)
+        self._check_prompt_fits(len(prompt))
         session = PagedSession(
             SessionId(self._next_id),
             vocab_size,
@@ -167,12 +132,9 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
             eos_ids=eos_ids,
             max_new_tokens=max_new_tokens,
         )
-        blocks = self.pool.core.blocks_required(0, len(prompt) + max_new_tokens)
-        session.max_blocks = min(blocks, self.pool.geometry.num_blocks)
+        most = self.kv_blocks_required(len(prompt), max_new_tokens)
+        session.max_blocks = min(most, self.pool.geometry.num_blocks)
         return session
-
-    def _release(self, session: PagedSession) -> None:
-        self.pool.core.discard(session.handle)
 
     # -- prefixes ------------------------------------------------------------------------------
 
@@ -205,40 +167,6 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
         self.pool.core.prefix_blocks(prefix)
         return self._prefixes[prefix]
 
-    # -- eviction ------------------------------------------------------------------------------
-
-    def evict_session(self, id: SessionId) -> None:
-        """Move a session's own blocks to the host; it waits until it is restored. Again: nothing happens.
-
-        Raises:
-            UnknownSessionError: there is none of this id.
-            InvalidRequestError: it has finished.
-        """
-        session = self.session(id)
-        if not session.is_ready:
-            raise InvalidRequestError(
-                f"session {id}, which has finished", needed="a live session", remedy="reap it instead"
-            )
-        if session.suspended is None:
-            session.suspended = self.pool.evict(session.handle)
-            session.decode_session = DecodeSession()
-
-    def restore_session(self, id: SessionId) -> None:
-        """Bring a suspended session back, bit for bit.
-
-        Raises:
-            UnknownSessionError: there is none of this id.
-            InvalidRequestError: it is not suspended.
-            OutOfBlocksError: it does not fit now; it stays suspended.
-        """
-        session = self.session(id)
-        if session.suspended is None:
-            raise InvalidRequestError(
-                f"session {id}, which is not suspended", needed="a suspended session", remedy="evict it first"
-            )
-        self.pool.restore(session.handle, session.suspended)
-        session.suspended = None
-
     # -- the step ------------------------------------------------------------------------------
 
     def step(self) -> StepReport:
@@ -259,7 +187,7 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
     def _step(self, max_batch: int) -> StepReport:
         report = StepReport()
         for session in self._in_phase(SessionPhase.PREFILL):
-            self._pass([session], lambda session=session: self._prefill(session), report)  # type: ignore[misc]
+            self._pass([session], partial(self._prefill, session), report)
         for sessions in batches(self._in_phase(SessionPhase.DECODE), self._held, max_batch):
             if len(sessions) == 1:
                 self._decode(sessions[0], report)
@@ -267,23 +195,9 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
                 self._decode_together(sessions, report)
         return report
 
-    def _held(self, session: PagedSession) -> int:
-        return self.pool.core.filled_tokens(session.handle)
-
-    def _rewind(self, session: PagedSession, held: int) -> None:
-        self.pool.core.truncate(session.handle, min(held, self._held(session)))
-
-    def _can_advance(self, session: PagedSession) -> bool:
-        return session.is_ready and session.suspended is None
-
-    def _observe(self, session: PagedSession, logits: Tensor) -> None:
-        if session.captured is not None:
-            session.captured.append(logits.clone())
-
     def _prefill(self, session: PagedSession) -> Tensor:
         """Feed the prompt after what the session shares, token by token; ``[1, vocab]`` of the last."""
-        start = self.pool.core.filled_tokens(session.handle)
-        for token in session.tokens[start:]:
+        for token in session.tokens[self._held(session) :]:
             logits = self._paged.forward_paged_step(token, self.pool, session.handle)
         return logits[None]
 
@@ -304,13 +218,21 @@ class PagedSessionScheduler(SessionTable[PagedSession]):
             )
 
     def _that_can_grow(self, sessions: list[PagedSession], report: StepReport) -> list[PagedSession]:
-        """Those that the free blocks suffice for, first come; the others finish before the pass is run."""
-        free, growing = self.kv_free_blocks, []
-        for session in sessions:
-            need = self.pool.core.blocks_required_for(session.handle, 1)
-            if need > free:
-                self._fail([session], OutOfBlocksError(need, free), report)
-            else:
-                free -= need
-                growing.append(session)
-        return growing
+        """Those that are in the pool and that its free blocks suffice for, first come.
+
+        The others finish before the pass is run: within it, each would end them all.
+        """
+        growth = JointGrowth(self.pool.core)
+        return [session for session in sessions if self._count_in(session, growth, report)]
+
+    def _count_in(self, session: PagedSession, growth: JointGrowth, report: StepReport) -> bool:
+        try:
+            self.pool.core.session_block_table(session.handle)  # refuses what was evicted through the pool
+            need, have = growth.cost(session.handle, 1), self.kv_free_blocks - growth.need
+            if need > have:
+                raise OutOfBlocksError(need, have)
+        except (SessionNotResidentError, OutOfBlocksError) as error:
+            self._fail([session], error, report)
+            return False
+        growth.add(session.handle, 1)
+        return True

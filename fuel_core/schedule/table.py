@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -16,9 +17,9 @@ from fuel_core.contracts.sampling import FinishReason
 from fuel_core.contracts.state import ModelDims
 from fuel_core.contracts.tiers import DecodeModel
 from fuel_core.kv.geometry import KvBudget, KvGeometry
-from fuel_core.sampling import sample
+from fuel_core.sampling import SamplerState, sample
 from fuel_core.schedule.policy import S, StepReport
-from fuel_core.schedule.session import SessionId, SessionPhase
+from fuel_core.schedule.session import Session, SessionId, SessionPhase
 
 
 class SessionTable(ABC, Generic[S]):
@@ -38,10 +39,11 @@ class SessionTable(ABC, Generic[S]):
     def _release(self, session: S) -> None:
         """Free what a finished session holds."""
 
-    def _keep(self, session: S) -> SessionId:
-        """Take a session that was built under the next id."""
-        self._sessions[session.id] = session
-        self._next_id += 1
+    def _keep(self, session: S, *more: S) -> SessionId:
+        """Take sessions that were built under the next ids, all or none; the id of the first."""
+        kept = {each.id: each for each in (session, *more)}
+        self._next_id += len(kept)  # before an interrupt can come: no id is given out twice
+        self._sessions.update(kept)
         return session.id
 
     def session(self, id: SessionId) -> S:
@@ -123,10 +125,11 @@ class SessionTable(ABC, Generic[S]):
             self._fail([s for s, count, _ in before if len(s.tokens) == count and s.is_ready], error, report)
             return False
         except BaseException:
-            # An interrupt after the pass: keys and values of a token that will be fed again.
+            # An interrupt after the pass: keys and values, and maybe a draw, of what will be computed again.
             for session, count, held in before:
                 if len(session.tokens) == count:
                     self._rewind(session, held)
+                    replay_sampler(session)
             raise
         return True
 
@@ -169,6 +172,22 @@ class SessionTable(ABC, Generic[S]):
             session.finish(FinishReason.ERROR, error)
             report.errored.append((session.id, error))
             report.finished.append(session.id)
+
+
+def replay_sampler(session: Session) -> None:
+    """Give a session a sampler as its tokens leave it: one that was cut short may have drawn for another."""
+    old = session.sampler
+    sampler = SamplerState(
+        attrs.evolve(old.params, seed=old.seed),
+        session.tokens[: session.prompt_len],
+        eos_ids=session.eos_ids,
+        vocab_size=old.vocab_size,
+    )
+    for token in session.new_tokens:
+        if not sampler.greedy:
+            sampler.uniform()
+        sampler.record(token)
+    session.sampler = sampler
 
 
 def geometry_of(dims: ModelDims, budget: KvBudget, dtype: torch.dtype) -> KvGeometry:

@@ -7,9 +7,12 @@ import json
 import os
 import pty
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,10 @@ import pytest
 from support_checkpoints import CHAT_TEMPLATE, write_directory, write_gguf
 
 from fuel_core.cli import main
+from fuel_core.cli.console import load_model
 from fuel_core.cli.generate import in_order
 from fuel_core.contracts.errors import SamplingError
-from fuel_core.engine import Delta
+from fuel_core.engine import Delta, load
 from fuel_core.schedule import table
 from fuel_core.text import Tokenizer
 
@@ -124,9 +128,48 @@ def test_a_directory_and_a_gguf_file_of_one_model_say_the_same(
 
 def test_figures_go_to_standard_error_and_only_when_asked_for(model: Path, fuel: Callable[..., Ran]) -> None:
     ran = fuel("generate", model, "hello", "--max-new-tokens", 5, "--stats")
-    for figure in ("first token", "tokens/s", "peak memory"):
-        assert figure in ran.err
+    assert re.fullmatch(FIGURES, ran.err.rstrip("\n"))
     assert "tokens/s" not in ran.out
+    assert fuel("generate", model, "hello", "--max-new-tokens", 5).err == ""
+
+
+FIGURES = r"load (\S+) s · first token (\S+) s · (\S+) tokens/s · (\d+) tokens · peak memory (\d+) MB"
+
+
+def test_the_figures_are_those_of_json(
+    model: Path, monkeypatch: pytest.MonkeyPatch, fuel: Callable[..., Ran]
+) -> None:
+    monkeypatch.setattr("fuel_core.cli.generate.load_model", lambda *args: (load(model), 1.23456))
+    monkeypatch.setattr("fuel_core.cli.generate.peak_memory_mb", lambda: 321.4567)
+    ran = fuel("generate", model, "hello", "--max-new-tokens", 5, "--stats", "--json")
+    timing = json.loads(ran.out)["timing"]
+    assert (timing["load_s"], timing["peak_rss_mb"]) == (1.2346, 321.5)
+    shown = re.fullmatch(FIGURES, ran.err.rstrip("\n"))
+    assert shown is not None
+    load_s, first, rate, tokens, peak = map(float, shown.groups())
+    assert (load_s, tokens, peak) == (1.23, 5, 321)
+    assert first == pytest.approx(timing["first_token_s"], abs=0.01)
+    assert rate == timing["tokens_per_s"]
+
+
+def test_the_figures_of_a_file_are_of_all_its_prompts(
+    model: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\nbb\nccc\n")
+    ran = fuel("generate", model, "--prompts-file", file, "--max-new-tokens", 4, "--stats", "--max-batch", 1)
+    spread = re.search(r"first token min (\S+) s, median (\S+) s, max (\S+) s · ", ran.err)
+    assert spread is not None
+    least, middle, most = map(float, spread.groups())
+    assert least <= middle <= most
+    assert " · 12 tokens from 9 prompt tokens · " in ran.err
+
+
+def test_loading_is_timed_by_the_clock(model: Path) -> None:
+    _, seconds = load_model(
+        str(model), {"device": "cpu", "dtype": "float32"}, clock=iter([10.0, 12.5]).__next__
+    )
+    assert seconds == 2.5
 
 
 def test_a_file_of_prompts_gives_an_output_each_in_order(
@@ -171,7 +214,8 @@ def test_a_conversation_goes_on_after_a_reply_that_does_not_fit(model: Path) -> 
     assert len(replies) >= 3
 
 
-def test_the_lists_are_json_where_asked(fuel: Callable[..., Ran]) -> None:
+def test_the_lists_are_json_where_asked(monkeypatch: pytest.MonkeyPatch, fuel: Callable[..., Ran]) -> None:
+    monkeypatch.setenv("FUEL_KERNELS", "reference")
     plugins = {plugin["name"]: plugin for plugin in json.loads(fuel("plugins", "--json").out)}
     assert {"core", "llama", "qwen3", "quantized"} <= set(plugins)
     assert plugins["llama"]["families"] == ["llama"]
@@ -185,15 +229,33 @@ def test_the_lists_are_json_where_asked(fuel: Callable[..., Ran]) -> None:
     assert "fuel-plugin-llama" in fuel("doctor").out
 
 
+def _read_to_the_end(terminal: int) -> bytes:
+    shown = b""
+    # An error is its end: nobody has its other side any more.
+    with open(terminal, "rb", buffering=0) as stream, suppress(OSError):
+        while piece := stream.read(1 << 16):
+            shown += piece
+    return shown
+
+
 def test_loading_shows_progress_on_a_terminal_and_nothing_in_a_pipe(model: Path) -> None:
     args = [*FUEL, "generate", str(model), "hello", "--max-new-tokens", "2"]
     leader, follower = pty.openpty()
-    ran = subprocess.run(
-        args, stdout=subprocess.PIPE, stderr=follower, stdin=subprocess.DEVNULL, timeout=300, check=True
-    )
-    os.close(follower)
-    assert b"loading" in os.read(leader, 1 << 16)
-    os.close(leader)
+    # Read while it runs: a terminal takes a few thousand bytes and then blocks who writes to it.
+    with ThreadPoolExecutor(1) as reader:
+        shown = reader.submit(_read_to_the_end, leader)
+        try:
+            ran = subprocess.run(
+                args,
+                stdout=subprocess.PIPE,
+                stderr=follower,
+                stdin=subprocess.DEVNULL,
+                timeout=300,
+                check=True,
+            )
+        finally:
+            os.close(follower)
+    assert b"loading" in shown.result()
     assert b"loading" not in ran.stdout
     assert in_process("generate", model, "hello", "--max-new-tokens", "2").stderr == ""
 
@@ -241,13 +303,51 @@ def test_a_prompt_of_a_file_that_cannot_be_served_is_named(
     model: Path, tmp_path: Path, fuel: Callable[..., Ran]
 ) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("fine\n\nfine\n")
+    file.write_text("fine\n" + "x" * 200 + "\nfine\n")
     ran = fuel("generate", model, "--prompts-file", file)
-    assert (ran.code, "prompt 2 of 3: an empty prompt" in ran.line) == (2, True)
+    assert (ran.code, "prompt 2 of 3: " in ran.line and "at most 128" in ran.line) == (2, True)
     file.write_bytes(b"\xff\xfe\xfa")
     assert fuel("generate", model, "--prompts-file", file).code == 2
-    file.write_text("")
-    assert "is empty" in fuel("generate", model, "--prompts-file", file).line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("\na\n", 1), ("a\n\nb\n", 2), ("a\nb\n \t\r\nc", 3), ("a\n\n\nb\n\n", 2)]
+)
+def test_a_blank_line_among_the_prompts_is_refused_by_its_number(
+    text: str, line: int, model: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(text.encode())
+    ran = fuel("generate", model, "--prompts-file", file)
+    assert (ran.code, f"line {line} of prompts file {file} is blank" in ran.line) == (2, True)
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\nb\n", "a\nb\n\n", "a\r\nb\r\n \r\n\t\n", "a\nb\n\n\n  "])
+def test_blank_lines_at_the_end_of_the_prompts_are_skipped(
+    text: str, model: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(text.encode())
+    ran = fuel("generate", model, "--prompts-file", file, "--max-new-tokens", 1, "--json")
+    shown = [json.loads(line)["prompt_tokens"] for line in ran.out.splitlines()]
+    assert (ran.code, shown) == (0, [2, 2])
+
+
+@pytest.mark.parametrize("text", ["", "\n", "\n \n\n", "\ufeff"])
+def test_a_file_without_a_prompt_is_empty(
+    text: str, model: Path, tmp_path: Path, fuel: Callable[..., Ran]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(text, encoding="utf-8")
+    ran = fuel("generate", model, "--prompts-file", file)
+    assert (ran.code, "is empty" in ran.line) == (2, True)
+
+
+def test_spaces_around_a_prompt_stay(model: Path, tmp_path: Path, fuel: Callable[..., Ran]) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("  a  \n")
+    ran = fuel("generate", model, "--prompts-file", file, "--max-new-tokens", 1, "--json")
+    assert json.loads(ran.out)["prompt_tokens"] == 1 + len("  a  ")
 
 
 def _damaged(data: bytes, case: int) -> bytes:
@@ -299,7 +399,7 @@ def test_a_damaged_directory_is_one_line_and_no_traceback(
     path = write_directory(tmp_path / "m")
     DAMAGED_DIRECTORY[case](path)
     ran = fuel("generate", path, "x")
-    assert ran.code == (1 if "unheard" in case else 2)
+    assert ran.code == 2
     assert ran.line
 
 
@@ -443,13 +543,18 @@ def test_a_reader_that_goes_away_ends_it_silently(model: Path) -> None:
     assert process.returncode == 1
 
 
-def test_a_plugin_whose_import_raises_is_shown_and_takes_nothing_down(model: Path, tmp_path: Path) -> None:
-    info = tmp_path / "broken_plugin-1.2.dist-info"
+def plugin_path(folder: Path, code: str) -> dict[str, str]:
+    """The environment of a process that has one more plugin, broken-plugin 1.2, of this code."""
+    info = folder / "broken_plugin-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text("[fuel]\nbroken = broken_plugin\n")
-    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('two\\nlines')\n")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (folder / "broken_plugin.py").write_text(code)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))}
+
+
+def test_a_plugin_whose_import_raises_is_shown_and_takes_nothing_down(model: Path, tmp_path: Path) -> None:
+    env = plugin_path(tmp_path, "raise RuntimeError('two\\nlines')\n")
     listed = in_process("plugins", env=env)
     assert listed.returncode == 0
     assert "broken-plugin 1.2" in listed.stdout
@@ -457,3 +562,97 @@ def test_a_plugin_whose_import_raises_is_shown_and_takes_nothing_down(model: Pat
     assert in_process("generate", model, "hello", "--max-new-tokens", "1", env=env).returncode == 0
     strict = in_process("plugins", env={**env, "FUEL_STRICT_PLUGINS": "1"})
     assert (strict.returncode, len(strict.stderr.splitlines())) == (1, 1)
+
+
+COMMAND = """
+import click
+from fuel_core import hookimpl
+
+@hookimpl
+def fuel_register_commands(cli):
+    @cli.command()
+    @click.argument("how")
+    def fail(how):
+        raise {"click": click.ClickException, "usage": click.UsageError}[how]("the moon is down")
+"""
+
+
+@pytest.mark.parametrize("how", ["click", "usage", "none"])
+def test_wrong_usage_of_any_kind_ends_a_process_with_2(how: str, tmp_path: Path) -> None:
+    args = ["fail"] if how == "none" else ["fail", how]
+    ran = in_process(*args, env=plugin_path(tmp_path, COMMAND))
+    assert (ran.returncode, ran.stdout, len(ran.stderr.splitlines())) == (2, "", 1)
+    assert ("Missing argument" if how == "none" else "the moon is down") in ran.stderr
+
+
+@pytest.fixture
+def unheard_of(tmp_path: Path) -> Path:
+    return write_directory(tmp_path / "warp", architectures=["WarpForCausalLM"])
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_architecture_that_no_plugin_serves_ends_a_process_with_2_and_one_line(
+    command: str, unheard_of: Path
+) -> None:
+    args = [command, unheard_of, *(["x"] if command == "generate" else [])]
+    ran = in_process(*args)
+    assert (ran.returncode, ran.stdout, len(ran.stderr.splitlines())) == (2, "", 1)
+    assert "no installed plugin has the architecture 'WarpForCausalLM'" in ran.stderr
+
+
+def test_a_model_whose_plugin_is_switched_off_ends_with_2_and_the_way_to_switch_it_on(model: Path) -> None:
+    ran = in_process("generate", model, "x", env={**os.environ, "FUEL_DISABLE_PLUGINS": "llama"})
+    assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
+    assert "take fuel-plugin-llama out of FUEL_DISABLE_PLUGINS" in ran.stderr
+
+
+def test_a_broken_plugin_that_may_be_the_one_ends_with_1_and_is_named(
+    unheard_of: Path, tmp_path: Path
+) -> None:
+    env = plugin_path(tmp_path, "raise RuntimeError('no moon')\n")
+    ran = in_process("generate", unheard_of, "x", env=env)
+    assert (ran.returncode, len(ran.stderr.splitlines())) == (1, 1)
+    assert "broken-plugin 1.2: RuntimeError: no moon" in ran.stderr
+
+
+REFUSED = """
+import attrs
+from fuel_core import hookimpl
+
+@hookimpl
+def fuel_register_models():
+    from fuel_plugin_llama import fuel_register_models as families
+    [family] = families()
+    return [attrs.evolve(family, name="warp", architectures=("WarpForCausalLM",), api_version="99.0")]
+"""
+
+
+def test_a_plugin_that_has_it_and_was_refused_ends_with_1_and_is_named(
+    unheard_of: Path, tmp_path: Path
+) -> None:
+    ran = in_process("generate", unheard_of, "x", env=plugin_path(tmp_path, REFUSED))
+    assert (ran.returncode, len(ran.stderr.splitlines())) == (1, 1)
+    assert "broken-plugin 1.2" in ran.stderr
+
+
+FAILING = """
+import attrs
+from fuel_core import hookimpl
+
+def load(checkpoint, *, device, dtype):
+    raise RuntimeError("no moon")
+
+@hookimpl
+def fuel_register_models():
+    from fuel_plugin_llama import fuel_register_models as families
+    [family] = families()
+    return [attrs.evolve(family, name="warp", architectures=("WarpForCausalLM",), load=load)]
+"""
+
+
+def test_a_plugin_that_fails_to_load_a_model_ends_with_1_and_is_named(
+    unheard_of: Path, tmp_path: Path
+) -> None:
+    ran = in_process("generate", unheard_of, "x", env=plugin_path(tmp_path, FAILING))
+    assert (ran.returncode, len(ran.stderr.splitlines())) == (1, 1)
+    assert "broken-plugin 1.2 failed: RuntimeError: no moon" in ran.stderr

@@ -58,6 +58,6 @@ def test_a_missing_plugin_is_named_with_the_package_to_install(machine: Machine,
         machine.run("pip", "uninstall", "--quiet", "--yes", gone)
         ran = machine.run("fuel", "generate", str(smollm2_path), "hello", check=False)
         machine.install(gone)
-        assert ran.returncode == 1
+        assert ran.returncode == 2
         assert len(ran.stderr.splitlines()) == 1
         assert gone in ran.stderr

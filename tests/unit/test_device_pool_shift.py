@@ -14,6 +14,7 @@ from support_paged import (
     content,
     contents,
     every_dtype,
+    every_family,
     fill,
     ids,
     make_pool,
@@ -100,6 +101,25 @@ def test_k_is_turned_by_the_offset_and_v_is_copied(dtype: torch.dtype, offset: i
             assert v == pool.read_block_bytes(layer, BlockKind.V, old)
 
 
+@pytest.mark.parametrize("offset", [30_000, 131_072 - 8])
+def test_a_shift_over_a_long_way_is_the_rotation_in_float64(offset: int) -> None:
+    pool, frequencies = make_pool(offset // 4 + 4, layers=1), FREQUENCIES.inv_freq.double()
+    donor, target = opened(pool, 8), opened(pool, offset)
+    raw = torch.randn(8, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    places = torch.arange(8, dtype=torch.float64)[:, None, None]  # [T, 1, 1]
+    prefix = pool.core.register_prefix(donor, 8)
+    pool.k_pool(0)[list(pool.core.prefix_blocks(prefix))] = (
+        turned(raw, places * frequencies).float().view(2, 4, 2, 8)
+    )
+    pool.splice_prefix_shifted(prefix, target, FREQUENCIES)
+    ours = pool.k_pool(0)[list(pool.core.session_block_table(target))[-2:]].flatten(0, 1)
+    exact = turned(raw, (places + offset) * frequencies)
+    assert distance(ours.double(), exact) < 2.0**-20 * exact.abs().max()
+    # In float32 the angle is rounded to whole thousandths and more.
+    coarse = turned(raw, places * frequencies + (offset * FREQUENCIES.inv_freq).double())
+    assert distance(coarse, exact) > 2.0**-14 * exact.abs().max()
+
+
 def test_the_copy_is_the_sessions_own() -> None:
     pool, prefix = with_prefix()
     source = [content(pool, block) for block in pool.core.prefix_blocks(prefix)]
@@ -176,9 +196,9 @@ def test_a_shifted_prefix_gives_the_logits_of_the_same_prompt_at_that_offset(
     assert distance(shifted_rows(model, offset, model.rope), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@every_family
 def test_it_does_so_with_biases_and_with_norms_of_the_heads(family: str) -> None:
-    model = tiny(family, num_hidden_layers=1)
+    model = tiny(family, **{"block_count" if "gguf" in family else "num_hidden_layers": 1})
     assert distance(shifted_rows(model, 40, model.rope), computed_rows(model, 40)) < TOLERANCE
     still = attrs.evolve(model.rope, inv_freq=torch.zeros_like(model.rope.inv_freq))
     assert distance(shifted_rows(model, 40, still), computed_rows(model, 40)) > 0.01

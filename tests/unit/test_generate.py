@@ -219,6 +219,22 @@ def test_a_stop_string_counts_from_the_token_after_the_least_number(
     assert fuel.generate(scripted(loaded, "a.b.c.d."), "x", params, max_new_tokens=20)[0].text == text
 
 
+@pytest.mark.parametrize(
+    ("least", "text", "tokens"),
+    [(0, "ab", 5), (4, "ab", 5), (5, "ab<E", 7), (6, "ab<E", 7), (7, "ab<E<E", 9), (9, "ab<E<E<E>c", 11)],
+)
+def test_a_stop_string_that_begins_before_the_least_number_and_ends_after_it_ends_the_text(
+    loaded: Loaded, least: int, text: str, tokens: int
+) -> None:
+    said, params = "ab<E<E<E>c", SamplingParams(stop=["<E<", "<E>"], min_new_tokens=least)
+    deltas = list(fuel.stream(scripted(loaded, said), "x", params, max_new_tokens=20))
+    assert "".join(delta.text for delta in deltas) == text, "nothing of it is given out before it is whole"
+    completion = deltas[-1].completion
+    assert completion is not None
+    assert (completion.text, len(completion.token_ids)) == (text, tokens)
+    assert completion.finish_reason == "stop"
+
+
 def test_eos_ends_with_stop_and_stands_in_the_ids_and_not_in_the_text(loaded: Loaded) -> None:
     completion = fuel.generate(scripted(loaded, "ok"), "x", max_new_tokens=20)[0]
     assert (completion.text, completion.finish_reason) == ("ok", "stop")

@@ -46,7 +46,7 @@ def model() -> DecodeModel:
 
 
 def add(scheduler: SessionTable[Any], prompt: list[int]) -> Any:
-    params = SamplingParams(temperature=1.5, seed=sum(prompt))
+    params = SamplingParams(temperature=1.5, seed=sum(prompt), frequency_penalty=0.5, min_new_tokens=2)
     if isinstance(scheduler, Engine):
         return scheduler.submit(prompt, params, max_new_tokens=8)[0]
     return scheduler.add_session(prompt, params, max_new_tokens=8)  # type: ignore[attr-defined]
@@ -59,17 +59,18 @@ def outputs(scheduler: SessionTable[Any]) -> list[list[int]]:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException], None]:
-    """Make the n-th call of the sampler raise, before it draws anything."""
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the n-th call of the sampler raise, before it draws anything or after all."""
 
-    def arm(call: int, error: BaseException) -> None:
+    def arm(call: int, error: BaseException, *, after: bool = False) -> None:
         real, calls = table.sample, []
 
         def sample(*args: Any) -> Any:
             calls.append(1)
+            outcomes = real(*args) if after or len(calls) != call else []
             if len(calls) == call:
                 raise error
-            return real(*args)
+            return outcomes
 
         monkeypatch.setattr(table, "sample", sample)
 
@@ -77,15 +78,17 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException], N
 
 
 @every_scheduler
+@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 4, 6])
 def test_an_interrupt_after_a_pass_changes_no_token(
     make: Callable[[DecodeModel], SessionTable[Any]],
     model: DecodeModel,
     call: int,
-    failing: Callable[[int, BaseException], None],
+    after: bool,
+    failing: Callable[..., None],
 ) -> None:
     whole = outputs(make(model))
-    failing(call, KeyboardInterrupt())
+    failing(call, KeyboardInterrupt(), after=after)
     scheduler = make(model)
     ids = [add(scheduler, prompt) for prompt in PROMPTS]
     with pytest.raises(KeyboardInterrupt):
@@ -95,15 +98,17 @@ def test_an_interrupt_after_a_pass_changes_no_token(
 
 
 @every_scheduler
+@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_a_sampler_that_fails_ends_its_sessions_and_never_the_step(
     make: Callable[[DecodeModel], SessionTable[Any]],
     model: DecodeModel,
     call: int,
-    failing: Callable[[int, BaseException], None],
+    after: bool,
+    failing: Callable[..., None],
 ) -> None:
     whole = outputs(make(model))
-    failing(call, RuntimeError("no luck"))
+    failing(call, RuntimeError("no luck"), after=after)
     scheduler = make(model)
     ids = [add(scheduler, prompt) for prompt in PROMPTS]
     scheduler.run_to_completion()
@@ -116,6 +121,41 @@ def test_a_sampler_that_fails_ends_its_sessions_and_never_the_step(
             assert session.tokens == tokens[: len(session.tokens)]
     # The engine tries each by itself, and finds that none fails again.
     assert any(session.error for session in sessions) != isinstance(scheduler, Engine)
+
+
+def test_no_id_is_given_out_twice_whatever_is_interrupted(model: DecodeModel) -> None:
+    class Refusing(dict[Any, Any]):
+        def update(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    scheduler = contiguous(model)
+    scheduler._sessions = Refusing(scheduler._sessions)
+    with pytest.raises(KeyboardInterrupt):
+        add(scheduler, PROMPTS[0])
+    scheduler._sessions = {}
+    assert add(scheduler, PROMPTS[0]) == 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("no luck"), KeyboardInterrupt()], ids=repr)
+def test_forks_that_a_sampler_fails_for_are_sampled_again(
+    model: DecodeModel, after: bool, error: BaseException, failing: Callable[..., None]
+) -> None:
+    def served() -> Engine:
+        made = engine(model)
+        assert isinstance(made, Engine)
+        made.submit(PROMPTS[0], SamplingParams(temperature=1.5, seed=4), max_new_tokens=5, n=3)
+        made.submit(PROMPTS[1], max_new_tokens=5)
+        return made
+
+    whole = [output for _, output in served().run_to_completion()]
+    failing(1, error, after=after)
+    scheduler = served()
+    with contextlib.suppress(KeyboardInterrupt):
+        scheduler.step()
+    assert [output for _, output in scheduler.run_to_completion()] == whole
+    assert all(session.error is None for session in scheduler._sessions.values())
+    assert scheduler.pool.core.free_blocks + scheduler.cached_blocks == BUDGET.num_blocks
 
 
 ONE = (1, [[1, 2, 3, 4]], 1)
@@ -133,7 +173,7 @@ def test_a_full_pool_has_room_for_what_is_computed_again(
     case: tuple[int, list[list[int]], int],
     call: int,
     error: BaseException,
-    failing: Callable[[int, BaseException], None],
+    failing: Callable[..., None],
 ) -> None:
     blocks, prompts, tokens = case
 

@@ -17,6 +17,7 @@ from support_models import (
     new_cache,
     tiny,
 )
+from support_paged import FAMILIES, model_of
 
 from fuel_core.contracts import DecodeModel, DecodeSession, ModelDims
 from fuel_core.contracts.errors import CapacityError, InvalidRequestError, ModelContractError
@@ -24,12 +25,11 @@ from fuel_core.kv import KvCache
 from fuel_core.layers import Decoder
 
 PROMPT = (5, 17, 3, 60, 44, 9, 2, 80, 31, 7)
-FAMILIES = ["llama", "qwen2", "qwen3", "llama-gguf"]
 
 
 @pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest) -> Decoder:
-    return tiny(request.param, 2)
+    return model_of(request.param, 2)
 
 
 def in_chunks(model: DecodeModel, prompt: Sequence[int], cuts: Sequence[int]) -> tuple[torch.Tensor, KvCache]:

@@ -18,7 +18,7 @@ from fuel_core.contracts.errors import (
     NonUniformStateError,
     UnsupportedTierError,
 )
-from fuel_core.engine import Engine, Loaded, build_engine, sizing
+from fuel_core.engine import Engine, Loaded, build_engine
 
 BLOCK = 2 * 2 * 2 * 16 * 16 * 4
 """Bytes of 16 tokens in 2 layers with 2 KV heads of 16 float32 values, K and V."""
@@ -27,19 +27,6 @@ BLOCK = 2 * 2 * 2 * 16 * 16 * 4
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return fuel.load(write_directory(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A device of 1,000 blocks, of which the process and a step have taken 300, and a probe 4."""
-    monkeypatch.setattr(sizing, "_device_bytes", lambda device: 1000 * BLOCK)
-    report = sizing.measure_residency
-
-    def measured(*args: object) -> object:
-        return attrs.evolve(report(*args), peak_bytes=304 * BLOCK)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sizing, "measure_residency", measured)
-    return monkeypatch
 
 
 def blocks(engine: Engine) -> int:
@@ -72,7 +59,7 @@ def test_a_size_is_as_many_blocks_as_it_holds(loaded: Loaded, size: str, count: 
 
 NO_SIZES = [
     *("", "2", "GiB", "2IB", "2TiB", "2 G", "-1GiB", "1e3MB", "1,5GiB", "1.GiB", ".5GiB", "1 0MB", "٣GiB"),
-    *("0B", "0GiB", "0.00001B", "9" * 400 + "B", "inf B", "2GiB\n2", "half", "auto!", 2**30, None),
+    *("0B", "0GiB", "0.00001B", "9" * 400 + "B", "inf B", "2GiB\n2", "half", "auto!", None),
     *("%", "0%", "101%", "-5%", "5%%", "nan%"),
 ]
 
@@ -99,49 +86,6 @@ def test_no_size_gives_more_blocks_than_are_of_use(loaded: Loaded) -> None:
     assert blocks(build_engine(loaded, kv_memory="1GiB", max_batch=3)) == 3 * 8
     assert blocks(build_engine(loaded, kv_memory="1GiB", max_batch=3, block_size=100)) == 3 * 2
     assert blocks(build_engine(loaded)) == 32 * 8
-
-
-@pytest.mark.parametrize(
-    ("size", "count"), [("auto", 600), ("AUTO", 600), ("100%", 700), ("50%", 200), ("40.5%", 105)]
-)
-def test_a_share_is_what_a_step_leaves_of_it(
-    loaded: Loaded, machine: pytest.MonkeyPatch, size: str, count: int
-) -> None:
-    assert blocks(build_engine(loaded, kv_memory=size, max_blocks=UNBOUNDED)) == count
-    assert blocks(build_engine(loaded, kv_memory=size, max_blocks=100)) == 100
-
-
-def test_a_share_that_the_model_alone_has_taken_is_refused(
-    loaded: Loaded, machine: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(CapacityError, match="size of one block"):
-        build_engine(loaded, kv_memory="30%")
-    assert blocks(build_engine(loaded, kv_memory="30.1%")) == 1
-
-
-def test_a_model_without_a_context_limit_gets_what_the_memory_holds(
-    loaded: Loaded, machine: pytest.MonkeyPatch
-) -> None:
-    endless = attrs.evolve(loaded, max_context=None)
-    assert blocks(build_engine(endless)) == 600
-    assert blocks(build_engine(endless, kv_memory="1MiB")) == 128
-
-
-def test_what_is_clearly_small_is_not_measured(loaded: Loaded, machine: pytest.MonkeyPatch) -> None:
-    def never(*args: object) -> None:
-        raise AssertionError("measured")
-
-    machine.setattr(sizing, "measure_residency", never)
-    assert blocks(build_engine(loaded, max_blocks=249)) == 249
-    with pytest.raises(AssertionError, match="measured"):
-        build_engine(loaded, max_blocks=250)
-
-
-def test_a_measured_share_of_this_machine_is_some_blocks_and_not_all_of_it(loaded: Loaded) -> None:
-    geometry = build_engine(loaded, max_blocks=1).pool.geometry
-    # The geometry alone: a pool of this size would be felt.
-    fitted = sizing._geometry(loaded, geometry, "90%", bounded=False)
-    assert 0 < fitted.num_blocks * BLOCK < sizing._device_bytes(torch.device("cpu"))
 
 
 def test_a_pool_is_in_the_dtype_of_the_model(loaded: Loaded) -> None:

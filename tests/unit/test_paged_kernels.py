@@ -110,6 +110,11 @@ def test_a_pool_that_no_write_would_reach_is_refused(strided: int) -> None:
 # --- attention
 
 
+def counted(*counts: int) -> Tensor:
+    """Numbers of rows as the kernels take them."""
+    return torch.tensor(counts, dtype=torch.int32)
+
+
 class Batch:
     """Keys and values of several sessions, scattered over the blocks of a poisoned pool."""
 
@@ -143,7 +148,11 @@ class Batch:
 
     def run(self, scale: float | None = None) -> Tensor:
         """``[T, Hq D]``."""
-        return reference.paged_attention(self.q, *self.pools, self.table, self.lens, self.counts, scale)
+        return reference.paged_attention(*self.args(), scale)
+
+    def args(self) -> tuple[Tensor, ...]:
+        """What the kernel takes."""
+        return self.q, *self.pools, self.table, self.lens, counted(*self.counts)
 
     def rows(self) -> list[Tensor]:
         """The queries of each session."""
@@ -200,7 +209,7 @@ def test_a_sessions_rows_depend_on_nothing_else_in_the_call(block_size: int) -> 
     outs = torch.split(batch.run(), list(counts))
     for row, (ours, q) in enumerate(zip(outs, batch.rows(), strict=True)):
         width = -(-lengths[row] // block_size)
-        args = batch.table[row : row + 1, :width], batch.lens[row : row + 1], (counts[row],)
+        args = batch.table[row : row + 1, :width], batch.lens[row : row + 1], counted(counts[row])
         assert same(ours, reference.paged_attention(q, *batch.pools, *args))
         gathered = (part[row].transpose(0, 1) for part in (batch.keys, batch.values))
         assert same(ours, reference.attention(q, *gathered))
@@ -284,5 +293,4 @@ def test_an_operation_that_the_installed_kernels_lack_is_the_reference(
 ) -> None:
     monkeypatch.setitem(ops._installed, "cpu", ("probe", SimpleNamespace()))
     batch = Batch((2, 1), (9, 5))
-    args = batch.q, *batch.pools, batch.table, batch.lens, batch.counts
-    assert same(ops.paged_attention(*args), batch.run())
+    assert same(ops.paged_attention(*batch.args()), batch.run())

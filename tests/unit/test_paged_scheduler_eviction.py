@@ -117,6 +117,44 @@ def test_another_session_runs_in_the_room_and_the_first_finishes_after() -> None
     assert_as_alone(scheduler, first, model, ids(9, 1), 5, 1)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_loop_while_a_step_has_something_to_do_ends_with_only_suspended_sessions_left(
+    batched: bool,
+) -> None:
+    model = model_of()
+    scheduler = paged_scheduler(model)
+    assert not scheduler.can_advance  # nobody is there
+    cases = [(ids(5, seed), 4, seed) for seed in range(3)]
+    watch = [watched(scheduler, *case) for case in cases]
+    assert scheduler.can_advance  # though no prompt has run
+    scheduler.step()
+    suspend(scheduler, watch[1])
+    steps = 0
+    while scheduler.can_advance:
+        assert steps < 9
+        steps += 1
+        report = scheduler.step_batched(4) if batched else scheduler.step()
+        assert report.advanced == [watch[0], watch[2]]
+    assert steps == 2
+    assert not scheduler.is_all_finished
+    assert scheduler.step().advanced == scheduler.step_batched(4).advanced == []
+    scheduler.restore_session(watch[1])
+    assert scheduler.can_advance
+    scheduler.run_to_completion()
+    assert (scheduler.can_advance, scheduler.is_all_finished) == (False, True)
+    for id, case in zip(watch, cases, strict=True):
+        assert_as_alone(scheduler, id, model, *case, within=1e-4 if batched else None)
+
+
+def test_a_suspended_session_that_is_cancelled_is_waited_for_no_longer() -> None:
+    scheduler = paged_scheduler(model_of())
+    id = scheduler.add_session(ids(5), max_new_tokens=4)
+    suspend(scheduler, id)
+    assert (scheduler.can_advance, scheduler.is_all_finished) == (False, False)
+    scheduler.cancel(id)
+    assert (scheduler.can_advance, scheduler.is_all_finished) == (False, True)
+
+
 def test_evicting_again_does_nothing() -> None:
     model = model_of()
     scheduler = paged_scheduler(model)

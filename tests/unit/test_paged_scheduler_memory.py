@@ -35,7 +35,7 @@ def held(scheduler: PagedSessionScheduler) -> int:
 
 def test_any_number_of_sessions_is_taken_and_no_block_is_reserved() -> None:
     scheduler = paged_scheduler(WalkingPagedModel(), num_blocks=1)
-    taken_in = [scheduler.add_session([1] * 9, max_new_tokens=2**40) for _ in range(50)]
+    taken_in = [scheduler.add_session([1] * 4, max_new_tokens=2**40) for _ in range(50)]
     assert taken_in == list(range(50))
     assert (scheduler.session_count, scheduler.kv_free_blocks) == (50, 1)
 
@@ -118,10 +118,12 @@ def test_those_that_fit_go_on_together_and_the_rest_are_told_before_the_pass(fre
 def test_a_prompt_that_does_not_fit_fails_and_one_that_does_runs() -> None:
     model = model_of()
     scheduler = paged_scheduler(model, num_blocks=3)
-    long = scheduler.add_session(ids(13), max_new_tokens=2)
+    first = watched(scheduler, ids(7, 1), 2)
+    long = scheduler.add_session(ids(9), max_new_tokens=2)  # three blocks, of which one is free
     report = scheduler.step()
-    assert [id for id, _ in report.errored] == [long]
+    assert [(id, type(error)) for id, error in report.errored] == [(long, OutOfBlocksError)]
     assert scheduler.session_new_tokens(long) == []
+    assert_as_alone(scheduler, first, model, ids(7, 1), 2)
     scheduler.reap_finished()
     assert scheduler.kv_free_blocks == 3
     short = watched(scheduler, ids(7), 5)

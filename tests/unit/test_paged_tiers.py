@@ -28,7 +28,11 @@ from fuel_core.contracts.errors import ModelContractError
 from fuel_core.kv import DeviceKvPool, KvGeometry, SessionHandle
 from fuel_core.layers import Decoder
 
-PROMPTS = tuple(ids(n, n) for n in (1, 3, 4, 5, 8))  # one, a block less one, a block and one more, two blocks
+
+def prompts(block_size: int) -> list[tuple[int, ...]]:
+    """Of one token, a block less one, a block, one more, and two blocks."""
+    lengths = {1, block_size - 1, block_size, block_size + 1, 2 * block_size} - {0}
+    return [ids(length, length) for length in sorted(lengths)]
 
 
 def prefilled(model: Decoder, pool: DeviceKvPool, *prompts: tuple[int, ...]) -> list[SessionHandle]:
@@ -153,7 +157,7 @@ def test_a_batch_is_of_one_position_and_the_first_that_differs_is_named() -> Non
 @every_family
 def test_a_prompt_in_chunks_of_any_size_gives_the_logits_of_its_tokens_one_by_one(family: str) -> None:
     model = model_of(family)
-    for prompt in (*PROMPTS, ids(13)):
+    for prompt in (*prompts(4), ids(13)):
         expected = lone_rows(model, (*prompt, 5, 6))
         for chunk in range(1, len(prompt) + 1):
             pool = pool_for(model, shuffled=chunk)
@@ -167,6 +171,22 @@ def test_a_prompt_in_chunks_of_any_size_gives_the_logits_of_its_tokens_one_by_on
             places = [end - 1 for end in ends] + [len(prompt), len(prompt) + 1]
             assert distance(torch.cat(rows), expected[places]) < TOLERANCE
             assert pool.core.filled_tokens(session) == len(prompt) + 2
+
+
+@every_family
+@every_block_size
+def test_a_prompt_in_chunks_of_every_size_at_once_in_blocks_of_any_size(family: str, block_size: int) -> None:
+    """A session for each size of chunks, all of them in every pass until they are through."""
+    model = model_of(family)
+    for prompt in prompts(block_size):
+        pool = pool_for(model, 3 * len(prompt), block_size, shuffled=len(prompt))
+        fed, expected = pool.core.filled_tokens, lone_rows(model, prompt)
+        sizes = {pool.core.open(): size for size in range(1, len(prompt) + 1)}
+        while sizes:
+            new = {each: prompt[fed(each) : fed(each) + size] for each, size in sizes.items()}
+            rows = ragged(model, pool, new)
+            assert distance(rows, expected[[fed(each) - 1 for each in new]]) < TOLERANCE
+            sizes = {each: size for each, size in sizes.items() if fed(each) < len(prompt)}
 
 
 @every_family

@@ -20,11 +20,13 @@ from support_paged import (
     pool_for,
     ragged,
     same,
+    standing,
     untouched,
 )
 
 from fuel_core.contracts.errors import OutOfBlocksError
 from fuel_core.kv import DeviceKvPool, SessionHandle
+from fuel_core.kv.prefix_index import PrefixIndex
 from fuel_core.layers import Decoder
 from fuel_core.layers.paged import blocks_needed
 
@@ -175,6 +177,42 @@ def test_an_error_after_the_copies_harms_no_sharer() -> None:
     model.after = None
     for session, end in zip(sessions, ENDS, strict=True):
         assert same(paged_rows(model, pool, session, end), lone_rows(model_of(), PROMPT + end)[6:])
+
+
+def test_a_pass_that_fails_after_its_copies_costs_a_block_for_each_and_loses_none() -> None:
+    model = BreakableDecoder(tiny())
+    pool, sessions = forked(model, 2, 16)
+    index = PrefixIndex(pool.core, "model")
+    index.add(PROMPT, sessions[0], [])
+    free, new = pool.core.free_blocks, {sessions[0]: (1, 2, 3), sessions[2]: (4,)}
+    assert blocks_needed(pool, list(new), [3, 1]) == 3
+    model.after = 1
+    with pytest.raises(RuntimeError):
+        ragged(model, pool, new)
+    assert pool.core.free_blocks == free - 2  # sessions[1] keeps the original
+    held = {block for session in sessions for block in pool.core.session_block_table(session)}
+    assert pool.core.free_blocks + index.reclaimable() + len(held) == 16
+    assert blocks_needed(pool, list(new), [3, 1]) == 1
+    model.after = None
+    for session, end in zip(sessions, ENDS, strict=True):
+        assert same(paged_rows(model, pool, session, end), lone_rows(model_of(), PROMPT + end)[6:])
+        pool.core.discard(session)
+    assert (index.reclaim(16), pool.core.free_blocks) == (1, 16)
+
+
+def test_the_original_cannot_be_given_back_since_the_last_sharer_wrote_to_it() -> None:
+    """The reason why the copies stay: one that was cut back writes over what the others still have."""
+    model = BreakableDecoder(tiny())
+    pool, sessions = forked(model, 1)
+    pool.core.truncate(sessions[1], 5)
+    original, before = pool.core.resident_block(sessions[1], 1), standing(pool)[2]
+    model.after = 1
+    with pytest.raises(RuntimeError):
+        ragged(model, pool, {sessions[0]: (1,), sessions[1]: (2,)})
+    assert standing(pool)[2] == before  # every token of both
+    assert pool.core.resident_block(sessions[0], 1) != original == pool.core.resident_block(sessions[1], 1)
+    ours = pool.k_pool(0)[pool.core.resident_block(sessions[0], 1), 1]
+    assert distance(pool.k_pool(0)[original, 1], ours) > 0.01
 
 
 def test_a_session_cut_back_into_a_shared_block_copies_it_too() -> None:

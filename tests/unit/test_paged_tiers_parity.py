@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from itertools import combinations, cycle
 
 import pytest
 import torch
 from support_models import distance
 from support_paged import (
+    BLOCK_SIZES,
     FAMILIES,
     TOLERANCE,
     every_family,
@@ -34,7 +36,7 @@ from fuel_core.layers import Decoder
 from fuel_core.schedule import PagedDecodePlan
 
 ARMS = ("plan-once", "replan", "batched", "ragged mix")
-SIZES = {"blocks of 1": 1, "blocks of 4": 4, "blocks of 16": 16, "blocks of 17": 17}
+SIZES = {**{f"blocks of {size}": size for size in BLOCK_SIZES}, "blocks beyond any prompt": 64}
 CONDITIONS = ("alone", "in company", "chunked", "shared", "forked", "evicted", "permuted", *ARMS, *SIZES)
 INEXACT = {"chunked", "batched", "ragged mix"}
 TAIL = ids(5, 77)
@@ -159,8 +161,10 @@ class Serving:
 
 
 def lengths(conditions: Iterable[str]) -> tuple[int, ...]:
-    """Prompts of one token, about a block, and two blocks."""
+    """Prompts of one token, about a block, and two blocks; or of no whole block."""
     size = next((SIZES[name] for name in SIZES if name in conditions), 4)
+    if size > max(BLOCK_SIZES):
+        return 1, 5, 13
     return tuple(sorted({1, max(1, size - 1), size, size + 1, 2 * size}))
 
 
@@ -168,8 +172,7 @@ def lengths(conditions: Iterable[str]) -> tuple[int, ...]:
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_each_condition_alone_changes_nothing(condition: str, family: str) -> None:
     happened = set()
-    every = lengths([condition])
-    for length in every if family == "llama" else (every[0], every[-1]):
+    for length in lengths([condition]):
         serving = Serving(model_of(family), [condition], ids(length, length), 6).run()
         serving.check()
         happened |= serving.happened
@@ -177,21 +180,26 @@ def test_each_condition_alone_changes_nothing(condition: str, family: str) -> No
 
 
 def pairs() -> list[tuple[str, str, str, int]]:
-    """Two conditions, a family and a seed; two sizes of blocks are no pair."""
-    choose = random.Random(11)
+    """Random pairs of conditions, dealt out to the families in turn, with a seed; no pair is drawn twice."""
+    chance = random.Random(11)
     every = [
         (one, other)
-        for i, one in enumerate(CONDITIONS[1:])
-        for other in CONDITIONS[2 + i :]
+        for one, other in combinations(CONDITIONS[1:], 2)
         if not {one, other} <= set(SIZES) and {one, other} != {"shared", "forked"}
     ]
-    return [(*choose.choice(every), choose.choice(FAMILIES), choose.randrange(100)) for _ in range(24)]
+    drawn = zip(chance.sample(every, 8 * len(FAMILIES)), cycle(FAMILIES), strict=False)
+    return [(*pair, family, chance.randrange(100)) for pair, family in drawn]
 
 
 @pytest.mark.parametrize(("one", "other", "family", "seed"), pairs())
 def test_two_conditions_together_change_nothing(one: str, other: str, family: str, seed: int) -> None:
     for length in lengths([one, other])[-2:]:
         Serving(model_of(family), [one, other], ids(length, length), seed).run().check()
+
+
+def test_every_condition_and_family_is_in_some_pair() -> None:
+    assert {name for one, other, *_ in pairs() for name in (one, other)} == {*CONDITIONS} - {"alone"}
+    assert {family for _, _, family, _ in pairs()} == {*FAMILIES}
 
 
 def test_all_conditions_together_change_nothing() -> None:
@@ -250,6 +258,15 @@ class OneLost(Serving):
         return row
 
 
+class Poisoned(Serving):
+    """One slot of the session has what every slot has that nobody wrote."""
+
+    def feed(self, tokens: tuple[int, ...]) -> Tensor:
+        row = super().feed(tokens)
+        self.pool.v_pool(1)[self.pool.core.resident_block(self.session, 0), 0] = torch.nan
+        return row
+
+
 @pytest.mark.parametrize(
     ("fault", "condition"),
     [
@@ -258,6 +275,7 @@ class OneLost(Serving):
         (OtherTokens, "shared"),
         (OtherTokens, "forked"),
         (OneLost, "chunked"),
+        (Poisoned, "alone"),
     ],
 )
 def test_the_comparison_sees(fault: type[Serving], condition: str) -> None:

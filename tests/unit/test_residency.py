@@ -74,6 +74,14 @@ def test_a_device_without_room_for_one_block_is_refused_with_its_figures(
     assert caught.value.figures == {"need": BLOCK, "have": have}
 
 
+def test_where_no_block_fits_the_remedy_is_one_that_a_user_has() -> None:
+    with pytest.raises(CapacityError) as caught:
+        fit(100 * BLOCK, BLOCK)
+    for what in ("more KV memory", "shorter context", "fewer sessions"):
+        assert what in caught.value.remedy
+    assert "utilization" not in str(caught.value)  # a name that none of them has met
+
+
 @pytest.mark.parametrize("utilization", [0.0, -0.1, 1.01, float("nan"), True])
 def test_a_share_of_the_memory_that_is_none_is_refused(utilization: float) -> None:
     with pytest.raises(CapacityError, match="utilization"):

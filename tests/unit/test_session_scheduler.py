@@ -17,6 +17,7 @@ from support_models import (
     scheduler_of,
     tiny,
 )
+from support_paged import FAMILIES
 
 from fuel_core.contracts import DecodeModel, FinishReason, SamplingParams
 from fuel_core.contracts.errors import (
@@ -49,8 +50,7 @@ def model() -> DecodeModel:
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"),
-    [("llama", {}), ("llama", {"rope_scaling": LLAMA3}), ("qwen2", {}), ("qwen3", {}), ("llama-gguf", {})],
+    ("family", "overrides"), [("llama", {"rope_scaling": LLAMA3}), *((family, {}) for family in FAMILIES)]
 )
 def test_a_session_of_any_family_is_a_hand_written_loop(family: str, overrides: dict[str, Any]) -> None:
     model = tiny(family, 3, **overrides)

@@ -22,9 +22,9 @@ def pieces(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(bounds)]
 
 
-def naive_cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """The definition, character by character: the first end at which some stop string is whole."""
-    for end in range(1, len(text) + 1):
+def naive_cut(text: str, stop: Sequence[str], least: int = 0) -> tuple[str, bool]:
+    """The definition, character by character: the first end, beyond ``least``, of a whole stop string."""
+    for end in range(least + 1, len(text) + 1):
         whole = [one for one in stop if text[:end].endswith(one)]
         if whole:
             return text[: end - max(map(len, whole))], True
@@ -72,6 +72,32 @@ def test_after_each_piece_all_is_out_but_what_a_stop_string_begins_with(
 def test_what_was_emitted_holds_no_stop_string(text: str, stop: list[str], cuts: list[int]) -> None:
     emitted, _ = scan(StopStrings(stop), pieces(text, cuts))
     assert not any(one in emitted for one in stop)
+
+
+@given(texts, stops, cuts, st.integers(0, 30))
+@example("xababab", ["abab"], [5], 5)
+@example("xababab", ["abab", "bab"], [5], 5)
+@example("xEND", ["END"], [2], 2)
+@example("aaaa", ["aa"], [1, 2, 3], 3)
+def test_before_the_text_may_end_a_whole_match_is_text_and_one_that_began_there_counts(
+    text: str, stop: list[str], cuts: list[int], least: int
+) -> None:
+    scanner, emitted = StopStrings(stop), ""
+    for piece in pieces(text[:least], cuts):
+        out, stopped = scanner.feed(piece, may_end=False)
+        assert not stopped
+        emitted += out
+    for piece in pieces(text[least:], [max(0, cut - least) for cut in cuts]):
+        emitted += scanner.feed(piece)[0]
+    assert (emitted + scanner.flush(), scanner.stopped) == naive_cut(text, stop, min(least, len(text)))
+
+
+def test_where_the_text_may_not_end_no_more_is_held_back_than_a_later_match_may_need() -> None:
+    scanner = StopStrings(["abab", "xyz"])
+    assert scanner.feed("abab", may_end=False) == ("ab", False)
+    assert scanner.feed("xyz", may_end=False) == ("abxyz", False)
+    assert scanner.feed("xy", may_end=False) == ("", False)
+    assert scanner.feed("z") == ("", True)
 
 
 def test_looking_into_each_piece_alone_would_emit_a_stop_string() -> None:
