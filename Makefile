@@ -10,6 +10,7 @@ BIN    := $(VENV)/bin
 
 PLUGINS     := plugins/llama plugins/qwen3 plugins/quantized
 MANIFESTS   := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+NATIVE      := CMakeLists.txt $(wildcard fuel_core/kernels/native/src/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint format check clean
@@ -39,7 +40,7 @@ $(VENV)/.torch:
 	$(BIN)/pip install $(TORCH)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch $(MANIFESTS)
+$(VENV)/.installed: $(VENV)/.torch $(MANIFESTS) $(NATIVE)
 	$(BIN)/pip install --quiet --editable . $(PLUGINS:%=--editable %)
 	@touch $@
 

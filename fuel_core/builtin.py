@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -22,10 +23,19 @@ def _reference() -> ModuleType:
     return reference
 
 
+def _native() -> ModuleType:
+    from fuel_core.kernels import native
+
+    return native
+
+
 @hookimpl
 def fuel_register_kernels() -> list[KernelBackend]:
-    """Plain PyTorch, on any device."""
-    return [KernelBackend(name="reference", devices=("cpu", "cuda", "mps", "xpu"), load=_reference)]
+    """Plain PyTorch on any device, and the native kernels where they were built."""
+    kernels = [KernelBackend(name="reference", devices=("cpu", "cuda", "mps", "xpu"), load=_reference)]
+    if find_spec("fuel_core._native") is not None:
+        kernels.append(KernelBackend(name="native", devices=("cpu",), load=_native))
+    return kernels
 
 
 @hookimpl

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fuel_core.cli.console import load_model
-from fuel_core.cli.options import runtime_options, sampling_options, sampling_params
+from fuel_core.cli.options import runtime, runtime_options, sampling_options, sampling_params
 from fuel_core.contracts import FinishReason, FuelError, RaggedDecodeModel
 from fuel_core.contracts.requests import check_lengths
 from fuel_core.registry.naming import one_line
@@ -33,7 +33,7 @@ def chat(model: str, system: str | None, max_new_tokens: int, **options: Any) ->
         click.echo("Ctrl-C ends a reply, /clear forgets the conversation, Ctrl-D or /exit ends it.", err=True)
     params = sampling_params(options)
     check_lengths(params, max_new_tokens)
-    loaded, _ = load_model(model, **options)
+    loaded, _ = load_model(model, runtime(options))
     start: Messages = [{"role": "system", "content": system}] if system else []
     loaded.tokenizer.encode_chat(
         [*start, {"role": "user", "content": "?"}]

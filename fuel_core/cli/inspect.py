@@ -97,6 +97,8 @@ def doctor(as_json: bool) -> None:
 def _machine() -> dict[str, Any]:
     import torch
 
+    from fuel_core.engine.kernels import default_threads
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     kernels = {device: _kernels(device) for device in ["cpu", *(["cuda"] if gpu else [])]}
     return {
@@ -104,7 +106,7 @@ def _machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "threads": default_threads(),
         "cores": os.cpu_count(),
         "gpu": gpu,
         "kernels": kernels,
@@ -118,6 +120,13 @@ def _kernels(device: str) -> str:
     from fuel_core.engine.kernels import choose_kernels
 
     try:
-        return "{} ({})".format(*choose_kernels(torch.device(device)))
+        name, reason = choose_kernels(torch.device(device))
     except FuelError as error:
         return f"none: {one_line(error)}"
+    return f"{name} with {_instruction_set()} ({reason})" if name == "native" else f"{name} ({reason})"
+
+
+def _instruction_set() -> str:
+    from fuel_core import _native
+
+    return _native.chosen()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import click
 
 from fuel_core import __version__, registry
+from fuel_core.cli.bench import bench
 from fuel_core.cli.chat import chat
 from fuel_core.cli.generate import generate
 from fuel_core.cli.inspect import doctor, models, plugins
@@ -25,7 +26,7 @@ def cli() -> None:
     """Run language models whose families are plugins."""
 
 
-for command in (generate, chat, models, plugins, pull, doctor):
+for command in (generate, chat, bench, models, plugins, pull, doctor):
     cli.add_command(command)
 
 

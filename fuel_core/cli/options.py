@@ -24,6 +24,11 @@ _SAMPLING = (
 _RUNTIME = (
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
+    click.option(
+        "--kv-dtype", default="auto", show_default=True, help="Of cached keys and values; as --dtype."
+    ),
+    click.option("--kernels", metavar="NAME", help="native, reference or a plugin's; see fuel doctor."),
+    click.option("--threads", type=int, metavar="N", help="Of the CPU; one on each core if not given."),
 )
 
 
@@ -38,6 +43,11 @@ def _all(options: tuple[Callable[[_F], _F], ...]) -> Callable[[_F], _F]:
 
 sampling_options = _all(_SAMPLING)
 runtime_options = _all(_RUNTIME)
+
+
+def runtime(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the runtime options out of a command's keyword arguments: those that ``load`` takes."""
+    return {name: options.pop(name) for name in ("device", "dtype", "kv_dtype", "kernels", "threads")}
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:

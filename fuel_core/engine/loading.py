@@ -13,7 +13,7 @@ from torch import Tensor
 from fuel_core import registry
 from fuel_core.contracts import DTYPES, Checkpoint, DecodeModel, ModelFamily, QuantizedTensor
 from fuel_core.contracts.errors import CheckpointError, FuelError, InvalidRequestError
-from fuel_core.engine.kernels import choose_kernels
+from fuel_core.engine.kernels import check_threads, choose_kernels
 from fuel_core.registry.naming import one_line
 from fuel_core.text import Tokenizer, build_tokenizer
 
@@ -32,6 +32,7 @@ class Loaded:
         max_context: the most tokens of prompt and output, or None.
         source: the file or directory.
         device, dtype: where it computes, and in what.
+        kv_dtype: in what a pool keeps its keys and values.
     """
 
     model: DecodeModel = attrs.field(repr=False)
@@ -42,6 +43,7 @@ class Loaded:
     source: Path
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype = attrs.field(default=attrs.Factory(lambda self: self.dtype, takes_self=True))
 
 
 def load(
@@ -49,6 +51,9 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     *,
+    kv_dtype: str | torch.dtype = "auto",
+    kernels: str | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a model.
@@ -58,24 +63,32 @@ def load(
             alias.
         device: a torch device, or ``auto``: a GPU that the family serves, else the CPU.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, else a 16-bit one.
+        kv_dtype: of a pool's keys and values: one of the same names, or ``auto``: float16 with the native
+            kernels, where it is faster and as good, else ``dtype``. A session's own cache is in ``dtype``.
+        kernels: ``native``, ``reference`` or a plugin's; where None, what ``FUEL_KERNELS`` names, or the
+            fastest there are. The process has one set for each type of device, that of the last load.
+        threads: how many CPU threads compute, in the whole process; where None, one on each core. With the
+            native kernels PyTorch's own are set to 1.
         progress: called with (tensors read, tensors in all) while the weights load.
 
     Raises:
-        InvalidRequestError: a reference, device or dtype that means nothing.
+        InvalidRequestError: a reference, device, dtype, kernels or threads that mean nothing.
         DownloadError: the model could not be fetched.
         CheckpointError: it is damaged, or of a kind that no installed family loads.
         PluginError: the plugin that should load it is missing or broken.
     """
+    check_threads(threads)
     path = registry.resolve(str(ref))
     checkpoint = registry.open_checkpoint(path)
     family = registry.family_for(checkpoint)
     tokenizer = _tokenizer(checkpoint)
     where = _device(str(device), family)
     what = _dtype(str(dtype).removeprefix("torch."), where, family)
-    choose_kernels(where)
+    chosen, _ = choose_kernels(where, kernels, threads)
+    cached = _kv_dtype(str(kv_dtype).removeprefix("torch."), what, chosen)
     source = checkpoint if progress is None else _Reporting(checkpoint, progress)
     model = registry.load_model(family, source, device=where, dtype=what)
-    return Loaded(model, tokenizer, family, tokenizer.eos_ids, model.max_context(), path, where, what)
+    return Loaded(model, tokenizer, family, tokenizer.eos_ids, model.max_context(), path, where, what, cached)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -121,6 +134,17 @@ def _dtype(name: str, device: torch.device, family: ModelFamily) -> torch.dtype:
         raise InvalidRequestError(f"dtype {name!r}", needed=f"auto, {', '.join(DTYPES)}", remedy="change it")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _kv_dtype(name: str, dtype: torch.dtype, kernels: str) -> torch.dtype:
+    if name == "auto":
+        return torch.float16 if kernels == "native" and dtype == torch.float32 else dtype
+    if name not in DTYPES:
+        raise InvalidRequestError(
+            f"KV dtype {name!r}", needed=f"auto, {', '.join(DTYPES)}", remedy="change it"
+        )
+    chosen: torch.dtype = getattr(torch, name)
+    return chosen
 
 
 class _Reporting:

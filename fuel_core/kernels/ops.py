@@ -17,6 +17,7 @@ from fuel_core.contracts.checkpoint import QuantizedTensor
 from fuel_core.contracts.errors import PluginError
 from fuel_core.contracts.records import KernelBackend
 from fuel_core.kernels import reference
+from fuel_core.kernels.protocols import Arena, Product
 
 _installed: dict[str, tuple[str, ModuleType]] = {}
 
@@ -43,10 +44,24 @@ def _kernel(name: str, device: torch.device) -> Any:
     return getattr(module, name, None) or getattr(reference, name)
 
 
-def linear(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """``x [T, in] @ weight [out, in]ᵀ + bias [out]`` → ``[T, out]`` in the dtype of ``x``."""
-    out: Tensor = _kernel("linear", x.device)(x, weight, bias)
-    return out
+def set_threads(device: torch.device, count: int) -> None:
+    """Have ``count`` threads of the CPU work on what runs there."""
+    _kernel("set_threads", device)(count)
+
+
+def product(weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]) -> Product:
+    """Maps of one input, ``[out, in]`` each with a bias ``[out]`` or None, in the form that is fastest.
+
+    What comes back need not hold the weights: kernels may have copied them to an order of their own.
+    """
+    made: Product = _kernel("product", weights[0].device)(weights, biases)
+    return made
+
+
+def arena(device: torch.device) -> Arena | None:
+    """What records the calls of a run on this device, or None where its kernels record none."""
+    made: Arena | None = _kernel("arena", device)()
+    return made
 
 
 def embedding(ids: Tensor, weight: Tensor | QuantizedTensor, dtype: torch.dtype) -> Tensor:
@@ -119,7 +134,7 @@ def paged_attention(
     v_pool: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
-    counts: Sequence[int],
+    counts: Tensor,
     scale: float | None = None,
 ) -> Tensor:
     """Causal attention of many sessions' new tokens over their blocks.
@@ -129,7 +144,7 @@ def paged_attention(
         k_pool, v_pool: ``[num_blocks, block_size, Hkv, D]``.
         block_table: int32 ``[B, W]``, each session's blocks in order; entries past its length are not read.
         context_lens: int32 ``[B]``, the keys that each session has.
-        counts: how many rows of ``q`` each session has; their sum is T.
+        counts: int32 ``[B]`` on the CPU, how many rows of ``q`` each session has; their sum is T.
         scale: of the scores; ``1/sqrt(D)`` where None.
 
     Returns:

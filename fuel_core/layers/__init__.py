@@ -3,7 +3,7 @@
 from fuel_core.layers.blocks import Attention, GatedMlp
 from fuel_core.layers.config import ConfigReader, DecoderSizes
 from fuel_core.layers.decoder import Decoder, DecoderParts
-from fuel_core.layers.linear import FusedLinear, Linear
+from fuel_core.layers.linear import Linear
 from fuel_core.layers.rope import Rope, rope_from_config
 from fuel_core.layers.step import ContiguousStep, Step
 
@@ -14,7 +14,6 @@ __all__ = [
     "Decoder",
     "DecoderParts",
     "DecoderSizes",
-    "FusedLinear",
     "GatedMlp",
     "Linear",
     "Rope",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fuel_core.kernels import ops
 from fuel_core.layers.config import DecoderSizes
-from fuel_core.layers.linear import FusedLinear, Linear
+from fuel_core.layers.linear import Linear
 from fuel_core.layers.step import Step
 from fuel_core.weights import Weights, take_plain
 
@@ -22,7 +22,7 @@ class Attention:
         qk_norm: gains ``[D]`` of Q and K and their epsilon, where the family norms heads.
     """
 
-    qkv: FusedLinear
+    qkv: Linear
     out: Linear
     qk_norm: tuple[Tensor, Tensor, float] | None = None
 
@@ -49,7 +49,7 @@ class Attention:
             q_gain, k_gain = (take_plain(weights, f"{prefix}.{x}_norm.weight", (s.head_dim,)) for x in "qk")
             norm = (q_gain, k_gain, s.rms_norm_eps)
         return cls(
-            FusedLinear.load(weights, names, (q_out, kv_out, kv_out), s.hidden_size, bias=qkv_bias),
+            Linear.load_fused(weights, names, (q_out, kv_out, kv_out), s.hidden_size, bias=qkv_bias),
             Linear.load(weights, f"{prefix}.o_proj", s.hidden_size, q_out, bias=out_bias),
             norm,
         )
@@ -67,7 +67,7 @@ class GatedMlp:
         down: ``[hidden, intermediate]``.
     """
 
-    gate_up: FusedLinear
+    gate_up: Linear
     down: Linear
 
     @classmethod
@@ -79,7 +79,7 @@ class GatedMlp:
         """
         names, outs = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), (s.intermediate_size,) * 2
         return cls(
-            FusedLinear.load(weights, names, outs, s.hidden_size, bias=bias),
+            Linear.load_fused(weights, names, outs, s.hidden_size, bias=bias),
             Linear.load(weights, f"{prefix}.down_proj", s.hidden_size, s.intermediate_size, bias=bias),
         )
 

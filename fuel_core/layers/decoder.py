@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -22,7 +23,15 @@ from fuel_core.kv.device_pool import DeviceKvPool
 from fuel_core.kv.pool import SessionHandle
 from fuel_core.layers.checks import check_cache, check_lockstep, check_room
 from fuel_core.layers.config import DecoderSizes
-from fuel_core.layers.paged import HeldStep, PagedStep, appended, check_batch, check_one_position, check_pool
+from fuel_core.layers.paged import (
+    HeldStep,
+    PagedStep,
+    appended,
+    check_batch,
+    check_one_position,
+    check_pool,
+    step_for,
+)
 from fuel_core.layers.rope import Rope, rope_from_config
 from fuel_core.layers.step import ContiguousStep, Step
 from fuel_core.weights import Weights, take_plain
@@ -100,6 +109,8 @@ class Decoder(RaggedDecodeModel):
         self.eps = parts.norm_eps
         self.device = parts.final_norm.device
         self.rope = parts.rope.to(self.device)
+        self._head = ops.product([parts.head], [None])
+        self._arena = ops.arena(self.device)
 
     @abstractmethod
     def layer(self, i: int, x: Tensor, step: Step) -> Tensor:
@@ -212,16 +223,33 @@ class Decoder(RaggedDecodeModel):
         check_batch(pool, sessions, tokens, vocab_size=self.vocab_size(), max_context=self.parts.max_context)
         counts = [len(new) for new in tokens]
         with appended(pool, sessions, counts):
-            step = held.of(pool, sessions[0]) if held else PagedStep(self.rope, pool, sessions, counts)
-            step.bind([token for new in tokens for token in new])
-            return self._run(step.token_ids, step, counts)
+            step = held.of(pool, sessions[0]) if held else step_for(self, pool, sessions, counts)
+            step.bind([token for new in tokens for token in new], sessions)
+            return self._run_kept(step, counts) if step.is_kept else self._run(step.token_ids, step, counts)
 
     @torch.inference_mode()
     def _run(self, ids: Tensor, step: Step, counts: Sequence[int]) -> Tensor:
-        """Run the layers on ``ids [T]``; float32 logits ``[B, vocab]`` of each session's last token."""
+        """Float32 logits ``[B, vocab]`` of each session's last token of ``ids [T]``."""
+        return self._head(self._last_hidden(ids, step, counts)).float()
+
+    @torch.inference_mode()
+    def _run_kept(self, step: PagedStep, counts: Sequence[int]) -> Tensor:
+        """The same, by a recording of an earlier run where the kernels make one."""
+        if self._arena is None:
+            return self._run(step.token_ids, step, counts)
+        with self._arena.lock:
+            if step.recording is not None:
+                return self._head(step.recording.run()).float()
+            compute = partial(self._last_hidden, step.token_ids, step, counts)
+            x, step.recording = self._arena.record(compute)
+            step.is_kept = step.recording is not None
+            return self._head(x).float()
+
+    def _last_hidden(self, ids: Tensor, step: Step, counts: Sequence[int]) -> Tensor:
+        """Run the layers on ``ids [T]``; the normed ``[B, hidden]`` of each session's last token."""
         x = ops.embedding(ids, self.parts.embedding, self.parts.dtype)  # [T, hidden]
         for i in range(self.parts.dims.n_layers):
             x = self.layer(i, x, step)
-        last = torch.tensor(counts, device=self.device).cumsum(0) - 1  # [B]
-        x = ops.rms_norm(x[last], self.parts.final_norm, self.eps)  # [B, hidden]
-        return ops.linear(x, self.parts.head).float()  # [B, vocab]
+        if len(counts) != len(ids):
+            x = x[torch.tensor(counts, device=self.device).cumsum(0) - 1]
+        return ops.rms_norm(x, self.parts.final_norm, self.eps)

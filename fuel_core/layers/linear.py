@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-import torch
 from torch import Tensor
 
-from fuel_core.contracts.checkpoint import QuantizedTensor
 from fuel_core.kernels import ops
+from fuel_core.kernels.protocols import Product
 from fuel_core.weights.source import Weights, take_plain
 
 
 @attrs.frozen(eq=False)
 class Linear:
-    """``x [T, in]`` → ``[T, out]``; ``weight [out, in]`` is plain or quantized."""
+    """``x [T, in]`` → ``[T, out]``, of one map, or of several whose outputs stand side by side."""
 
-    weight: Tensor | QuantizedTensor
-    bias: Tensor | None = None
+    product: Product
 
     @classmethod
     def load(cls, weights: Weights, name: str, out: int, inp: int, *, bias: bool = False) -> Linear:
@@ -27,28 +25,18 @@ class Linear:
         Raises:
             CheckpointError: missing, or of another shape.
         """
-        weight = weights.take(f"{name}.weight", (out, inp))
-        return cls(weight, take_plain(weights, f"{name}.bias", (out,)) if bias else None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
-
-
-@attrs.frozen(eq=False)
-class FusedLinear:
-    """Maps of one input whose outputs stand side by side: ``[T, in]`` → ``[T, sum of outs]``."""
-
-    parts: tuple[Linear, ...]
+        return cls.load_fused(weights, (name,), (out,), inp, bias=bias)
 
     @classmethod
-    def load(
+    def load_fused(
         cls, weights: Weights, names: Sequence[str], outs: Sequence[int], inp: int, *, bias: bool = False
-    ) -> FusedLinear:
-        """Load each part; see :meth:`Linear.load`."""
-        parts = (
-            Linear.load(weights, name, out, inp, bias=bias) for name, out in zip(names, outs, strict=True)
-        )
-        return cls(tuple(parts))
+    ) -> Linear:
+        """Take several maps of one input; see :meth:`load`."""
+        matrices, biases = [], []
+        for name, out in zip(names, outs, strict=True):
+            matrices.append(weights.take(f"{name}.weight", (out, inp)))
+            biases.append(take_plain(weights, f"{name}.bias", (out,)) if bias else None)
+        return cls(ops.product(matrices, biases))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)
+        return self.product(x)

@@ -76,14 +76,14 @@ def paged_attention(
     v_pool: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
-    counts: Sequence[int],
+    counts: Tensor,
     scale: float | None = None,
 ) -> Tensor:
     """Gather each session's blocks, then attend; see :func:`fuel_core.kernels.ops.paged_attention`."""
     block_size = k_pool.shape[1]
     outs = []
     for rows, table, length in zip(
-        torch.split(q, list(counts)), block_table, context_lens.tolist(), strict=True
+        torch.split(q, counts.tolist()), block_table, context_lens.tolist(), strict=True
     ):
         blocks = table[: -(-length // block_size)].long()  # what pads the table is never looked at
         k = k_pool[blocks].flatten(0, 1)[:length].transpose(0, 1)  # [Hkv, L, D]

@@ -192,7 +192,9 @@ def test_a_quantized_llama_has_the_geometry_and_the_arms_of_its_base() -> None:
 def test_a_quantized_llama_holds_blocks_and_no_expanded_matrix() -> None:
     model: Any = quantized(0, scaled=True)
     layer = model.layers[0]
-    maps = [*layer.attention.qkv.parts, layer.attention.out, *layer.mlp.gate_up.parts, layer.mlp.down]
-    assert all(isinstance(linear.weight, QuantizedTensor) for linear in maps)
+    maps = (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+    held = [weight for each in maps for weight in each.product.weights]
+    assert len(held) == 7
+    assert all(isinstance(weight, QuantizedTensor) for weight in held)
     assert isinstance(model.parts.embedding, QuantizedTensor)
     assert isinstance(model.parts.head, QuantizedTensor)

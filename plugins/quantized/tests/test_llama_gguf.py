@@ -32,8 +32,8 @@ from fuel_core.contracts import BLOCK_TYPES, QuantizedTensor
 def matrices(model: Any) -> Iterator[tuple[int, int]]:
     """The values in each stored matrix of a loaded model, and the bytes that they take."""
     for layer in model.layers:
-        linears = [*layer.attention.qkv.parts, layer.attention.out, *layer.mlp.gate_up.parts, layer.mlp.down]
-        yield from (_size(linear.weight) for linear in linears)
+        maps = (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+        yield from (_size(weight) for each in maps for weight in each.product.weights)
     yield _size(model.parts.embedding)
     if model.parts.head is not model.parts.embedding:
         yield _size(model.parts.head)

@@ -182,8 +182,8 @@ def test_a_window_limits_the_context(architecture: str, tmp_path: Path) -> None:
 
 def weights(model: Any) -> Iterator[Tensor | QuantizedTensor]:
     for layer in model.layers:
-        linears = [*layer.attention.qkv.parts, layer.attention.out, *layer.mlp.gate_up.parts, layer.mlp.down]
-        yield from (linear.weight for linear in linears)
+        maps = (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+        yield from (weight for each in maps for weight in each.product.weights)
     yield from (model.parts.embedding, model.parts.head)
 
 
