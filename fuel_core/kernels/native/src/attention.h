@@ -56,11 +56,11 @@ struct Softmax {
     }
 };
 
-// 8 rows of 8 floats become 8 columns, `stride` apart.
-inline void turn8(const float* const (&from)[8], int at, float* to, int stride) {
+// 8 rows of 8 elements become 8 columns of floats, `stride` apart.
+template <class E> void turn8(const typename E::Stored* const* from, int at, float* to, int stride) {
 #if defined(__AVX2__)
     __m256 x[8], y[8];
-    for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_ps(from[i] + at);
+    for (int i = 0; i < 8; i++) x[i] = E::load8(from[i] + at);
     for (int i = 0; i < 8; i += 2) {
         y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
         y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
@@ -76,32 +76,30 @@ inline void turn8(const float* const (&from)[8], int at, float* to, int stride) 
     }
 #else
     for (int i = 0; i < 8; i++)
-        for (int j = 0; j < 8; j++) to[i * stride + j] = from[j][at + i];
+        for (int j = 0; j < 8; j++) to[i * stride + j] = E::wide(from[j][at + i]);
 #endif
 }
 
 // Values of a chunk's positions: 16 columns of each.
-struct ValueTile {
-    const float* const* rows;
+template <class E> struct ValueTile {
+    const typename E::Stored* const* rows;
     int column;
 
     template <class Take> [[gnu::always_inline]] void columns(int first, int count, const Take& take) const {
         for (int k = 0; k < count; k++) {
             F values[NV];
-            for (int v = 0; v < NV; v++) values[v] = load(rows[first + k] + column + v * W);
+            for (int v = 0; v < NV; v++) values[v] = E::load(rows[first + k] + column + v * W);
             take(k, values);
         }
     }
 };
 
-// Some positions of one KV head of a session: keys in two tiles [D][16], values in rows of D, padded with zeros.
-struct Chunk {
+// Some positions of one KV head of a session: keys in two tiles [D][16], values where they lie.
+template <class T> struct Chunk {
     float* keys;
-    float* stage;  // [2 · kChunk][padded], for rows that are not floats or not whole tiles
-    const float* values[kChunk];
+    T* stage;  // [kChunk][padded], for values that are not whole tiles: padded with zeros
+    const T* values[kChunk];
     int count;
-
-    static size_t floats(int dim, int padded) { return size_t(kChunk) * (dim + 2 * padded); }
 };
 
 template <class E> struct Cache {
@@ -115,42 +113,32 @@ template <class E> struct Cache {
         const size_t block = a.table[size_t(session) * a.width + position / a.block_size];
         return block * a.block_stride + position % a.block_size * a.slot_stride + h;
     }
-    static void widen(const T* from, int n, int padded, float* to) {
-        int i = 0;
-        for (; i + W <= n; i += W) store(to + i, E::load(from + i));
-        for (; i < n; i++) to[i] = E::wide(from[i]);
-        for (; i < padded; i++) to[i] = 0;
-    }
-    void take(int first, int count, Chunk& chunk) const {
+    void take(int first, int count, Chunk<T>& chunk) const {
         chunk.count = count;
         const T *k = static_cast<const T*>(a.k), *v = static_cast<const T*>(a.v);
-        const float* keys[kChunk];
-        const bool in_place = sizeof(T) == sizeof(float) && padded == a.head_dim;
+        const T* keys[kChunk];
         for (int j = 0; j < count; j++) {
             const size_t at = offset(first + j);
-            if (in_place) {
-                keys[j] = reinterpret_cast<const float*>(k + at);
-                chunk.values[j] = reinterpret_cast<const float*>(v + at);
-                continue;
-            }
-            float* to = chunk.stage + size_t(2 * j) * padded;
-            widen(k + at, a.head_dim, padded, to), widen(v + at, a.head_dim, padded, to + padded);
-            keys[j] = to, chunk.values[j] = to + padded;
+            keys[j] = k + at, chunk.values[j] = v + at;
+            if (padded == a.head_dim) continue;
+            T* to = chunk.stage + size_t(j) * padded;
+            std::copy(v + at, v + at + a.head_dim, to);
+            std::fill(to + a.head_dim, to + padded, T(0));
+            chunk.values[j] = to;
         }
         for (int j = count; j < kChunk; j++) keys[j] = keys[count - 1];  // its scores are not looked at
         turn(keys, (count + 7) / 8, chunk.keys);
     }
     // Keys in rows to tiles [D][16]; `eights` groups of 8 positions.
-    void turn(const float* const (&keys)[kChunk], int eights, float* tiles) const {
+    void turn(const T* const (&keys)[kChunk], int eights, float* tiles) const {
         const int n = a.head_dim;
         for (int e = 0; e < eights; e++) {
-            const float* rows[8];
-            for (int j = 0; j < 8; j++) rows[j] = keys[8 * e + j];
+            const T* const* rows = keys + 8 * e;
             float* to = tiles + size_t(e / 2) * n * kTile + e % 2 * 8;
             int i = 0;
-            for (; i + 8 <= n; i += 8) turn8(rows, i, to + size_t(i) * kTile, kTile);
+            for (; i + 8 <= n; i += 8) turn8<E>(rows, i, to + size_t(i) * kTile, kTile);
             for (; i < n; i++)
-                for (int j = 0; j < 8; j++) to[size_t(i) * kTile + j] = rows[j][i];
+                for (int j = 0; j < 8; j++) to[size_t(i) * kTile + j] = E::wide(rows[j][i]);
         }
     }
     // Ask for what the next chunk reads, which lies scattered.
@@ -173,6 +161,7 @@ struct Piece {
 };
 
 template <class E> struct Attention {
+    using T = typename E::Stored;
     const Attend& a;
     const int group = a.q_heads / a.kv_heads;
     const int tiles = (a.head_dim + kTile - 1) / kTile;
@@ -194,7 +183,7 @@ template <class E> struct Attention {
     }
 
     // Scores [rows][kChunk] of a chunk for the rows from `first` on.
-    void score(const Chunk& chunk, const float* q, int first, int end, float* weights) const {
+    void score(const Chunk<T>& chunk, const float* q, int first, int end, float* weights) const {
         const int n = a.head_dim;
         alignas(64) float sums[PR * kTile];
         for (int tile = 0; tile * kTile < chunk.count; tile++) {
@@ -226,9 +215,9 @@ template <class E> struct Attention {
     }
 
     // Weighted values of `count` positions, added to the rows from `first` on.
-    void add_values(const Chunk& chunk, int count, const float* weights, int first, int end, const Softmax& state) const {
+    void add_values(const Chunk<T>& chunk, int count, const float* weights, int first, int end, const Softmax& state) const {
         for (int tile = 0; tile < tiles; tile++) {
-            const ValueTile values{chunk.values, tile * kTile};
+            const ValueTile<E> values{chunk.values, tile * kTile};
             for (int row = first; row < end; row += PR)
                 add_some<PR>(
                     std::min(PR, end - row), values, 0, count, weights + size_t(row) * kChunk, kChunk, state.tile(tile, row)
@@ -241,10 +230,10 @@ template <class E> struct Attention {
         const Scratch::Scope scope(scratch);
         const int padded = tiles * kTile, n = rows(p);
         const Cache<E> cache{a, p.session, p.head, padded};
-        float* memory = scratch.take<float>(Chunk::floats(a.head_dim, padded));
         float* weights = scratch.take<float>(size_t(n) * kChunk);
-        Chunk chunk;
-        chunk.keys = memory, chunk.stage = memory + size_t(kChunk) * a.head_dim;
+        Chunk<T> chunk;
+        chunk.keys = scratch.take<float>(size_t(kChunk) * a.head_dim);
+        chunk.stage = scratch.take<T>(size_t(kChunk) * padded);
         const int end = std::min((split + 1) * kSplit, p.start + p.queries);
         state.clear();
         for (int first = split * kSplit; first < end; first += kChunk) {

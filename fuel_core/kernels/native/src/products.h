@@ -266,6 +266,15 @@ struct Output {
 
     void put(int row, int column, int count, const float* sums) const {
         const size_t at = row * stride + column;
+        if (count == kTile) {
+            for (int v = 0; v < kTile; v += W) {
+                F value = load(sums + v);
+                if (bias) value = add(value, load(bias + column + v));
+                if (residual) value = add(value, load(residual + at + v));
+                store(data + at + v, value);
+            }
+            return;
+        }
         for (int i = 0; i < count; i++) {
             float value = sums[i];
             if (bias) value += bias[column + i];
@@ -276,6 +285,7 @@ struct Output {
 };
 
 constexpr int kStage = 16 << 10;  // bytes of a tile that are unpacked at a time: half of a small first-level cache
+constexpr int kDirect = 2 * MR;   // rows of x for which unpacking again costs less than keeping what is unpacked
 constexpr int kRows = 96;         // rows of x that one unpacking serves: their bytes stay in the second-level cache
 
 template <class Format>
@@ -283,9 +293,10 @@ void quantized_tile(const uint8_t* tile, const Input& x, int m, int column, int 
     using Direct = Packed<Format>;
     using Unpacked = Staged<Direct::depth, Direct::halves>;
     alignas(64) float sums[kRows * kTile];
-    if (m <= MR) {
+    if (m <= kDirect) {
         std::fill(sums, sums + m * kTile, 0.0f);
-        add_group<MR, Direct>(m, tile, 0, x, 0, 0, x.blocks, sums);
+        for (int r = 0; r < m; r += MR)
+            add_group<MR, Direct>(std::min(MR, m - r), tile, 0, x, r / MR, 0, x.blocks, sums + r * kTile);
         for (int row = 0; row < m; row++) out.put(row, column, width, sums + row * kTile);
         return;
     }

@@ -320,22 +320,34 @@ inline F exp(F x) {
     return mul(p, pow2(n));
 }
 
-// Elements of a cache or a plain matrix, by their stored type.
+// Elements of a cache or a plain matrix, by their stored type. load8 is for what is done by eights in any set.
 struct F32 {
     using Stored = float;
     static F load(const float* p) { return FUEL_ISA::load(p); }
+#if defined(__AVX2__)
+    static __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
+#endif
     static float wide(float x) { return x; }
     static float narrow(float x) { return x; }
 };
 struct Bf16 {
     using Stored = uint16_t;
     static F load(const uint16_t* p) { return load_bf16(p); }
+#if defined(__AVX2__)
+    static __m256 load8(const uint16_t* p) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    }
+#endif
     static float wide(uint16_t x) { return wide_bf16(x); }
     static uint16_t narrow(float x) { return narrow_bf16(x); }
 };
 struct F16 {
     using Stored = uint16_t;
     static F load(const uint16_t* p) { return load_f16(p); }
+#if defined(__AVX2__)
+    static __m256 load8(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+#endif
     static float wide(uint16_t x) {
         _Float16 half;
         std::memcpy(&half, &x, 2);
