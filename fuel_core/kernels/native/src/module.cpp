@@ -144,6 +144,8 @@ void attention(
 }  // namespace
 
 NB_MODULE(_native, m) {
+    // An interpreter that ends while a model is alive has leaked nothing that anyone would miss.
+    nb::set_leak_warnings(false);
     chosen = fuel::available().front();
 
     nb::enum_<Kind>(m, "Kind")
