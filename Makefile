@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 demo: $(VENV)/.installed
 	@$(BIN)/fuel pull smollm2
-	$(BIN)/fuel generate smollm2 "What is the capital of France?" --chat --max-new-tokens 24 --stats
+	$(BIN)/fuel generate smollm2 "What is gravity?" --chat --max-new-tokens 24 --stats
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
