@@ -88,8 +88,9 @@ def test_no_size_gives_more_blocks_than_are_of_use(loaded: Loaded) -> None:
     assert blocks(build_engine(loaded)) == 32 * 8
 
 
-def test_a_pool_is_in_the_dtype_of_the_model(loaded: Loaded) -> None:
-    half = attrs.evolve(loaded, dtype=torch.bfloat16)
+def test_a_pool_is_in_the_type_that_keys_and_values_were_asked_for(loaded: Loaded) -> None:
+    assert build_engine(loaded, kv_memory="1MiB").pool.dtype == loaded.dtype
+    half = attrs.evolve(loaded, kv_dtype=torch.bfloat16)
     engine = build_engine(half, kv_memory="1MiB", max_blocks=UNBOUNDED)
     assert (engine.pool.dtype, blocks(engine)) == (torch.bfloat16, 256)
 
