@@ -147,7 +147,8 @@ def test_text_is_given_out_as_soon_as_it_is_certain_and_never_changes(
     detokenizer, given_out = tokenizer.detokenizer(), ""
     for count, id in enumerate(ids, start=1):
         given_out += detokenizer.add([id])
-        assert tokenizer.decode(ids[:count]) in (given_out, given_out + REPLACEMENT)
+        # What is held back is the start of one character; one that can become none may be two replacements.
+        assert tokenizer.decode(ids[:count]) in [given_out + REPLACEMENT * held for held in range(3)]
         assert tokenizer.decode(ids).startswith(given_out)
 
 
