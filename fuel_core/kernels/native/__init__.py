@@ -62,7 +62,7 @@ def embedding(ids: Tensor, weight: Tensor | QuantizedTensor, dtype: torch.dtype)
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dimension of ``x [T, n]``."""
-    if not _takes(x, weight):
+    if not _takes(x, weight) or weight.shape != x.shape[-1:]:
         return reference.rms_norm(x, weight, eps)
     out = empty(*x.shape)
     n = x.shape[-1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fuel_core import _native
 from fuel_core.contracts.checkpoint import QuantizedTensor
+from fuel_core.contracts.errors import ModelContractError
 from fuel_core.kernels.native.recording import empty
 from fuel_core.kernels.protocols import Product
 from fuel_core.kernels.reference import product as plain_product
@@ -41,7 +42,17 @@ class TiledProduct:
     matrix: _native.Matrix
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, in]`` → ``[T, out]`` in the dtype of ``x``, computed in float32."""
+        """``x [T, in]`` → ``[T, out]`` in the dtype of ``x``, computed in float32.
+
+        Raises:
+            ModelContractError: ``x`` has another shape; a kernel would read beyond it.
+        """
+        if x.ndim != 2 or x.shape[1] != self.matrix.columns:
+            raise ModelContractError(
+                f"an input {list(x.shape)} of a product",
+                needed=f"[T, {self.matrix.columns}]",
+                remedy="give it the width that its weights were loaded with",
+            )
         wide = x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
         out = empty(x.shape[0], self.matrix.rows)
         _native.linear(self.matrix, wide.data_ptr(), x.shape[0], 0, out.data_ptr())
