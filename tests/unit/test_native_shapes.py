@@ -26,3 +26,18 @@ def test_a_gain_of_another_width_is_never_read_beyond_its_end(native: ModuleType
         return
     with pytest.raises(RuntimeError):
         native.rms_norm(x, gain, 0.0)
+
+
+@pytest.mark.parametrize("id", [-1, 5, 2**40])
+def test_an_id_outside_the_vocabulary_is_refused(native: ModuleType, id: int) -> None:
+    table = torch.arange(20.0).view(5, 4)
+    with pytest.raises(IndexError):
+        native.embedding(torch.tensor([0, id]), table, torch.float32)
+    assert torch.equal(native.embedding(torch.tensor([4]), table, torch.float32), table[4:])
+
+
+def test_ids_of_another_type_are_the_same_ids(native: ModuleType) -> None:
+    table = torch.arange(20.0).view(5, 4)
+    assert torch.equal(
+        native.embedding(torch.tensor([3, 1], dtype=torch.int32), table, torch.float32), table[[3, 1]]
+    )

@@ -53,10 +53,11 @@ def embedding(ids: Tensor, weight: Tensor | QuantizedTensor, dtype: torch.dtype)
     """Rows ``ids [T]`` of ``weight [vocab, hidden]`` → ``[T, hidden]`` in ``dtype``."""
     kind = kind_of(weight)
     data = weight.data if isinstance(weight, QuantizedTensor) else weight
-    if kind is None or not data.is_contiguous():
+    if kind is None or not (data.is_contiguous() and ids.is_contiguous()) or ids.dtype is not torch.int64:
         return reference.embedding(ids, weight, dtype)
-    out = empty(len(ids), weight.shape[1])
-    _native.embedding(kind, data.data_ptr(), weight.shape[1], ids.data_ptr(), len(ids), out.data_ptr())
+    rows, columns = weight.shape
+    out = empty(*ids.shape, columns)
+    _native.embedding(kind, data.data_ptr(), rows, columns, ids.data_ptr(), ids.numel(), out.data_ptr())
     return out.to(dtype)
 
 

@@ -84,8 +84,11 @@ void linear(const Matrix& w, uintptr_t x, int rows, uintptr_t residual, uintptr_
     perform([=, &w] { kernels->linear(w, at<const float>(x), rows, at<const float>(residual), at<float>(out)); });
 }
 
-void embedding(Kind kind, uintptr_t data, int columns, uintptr_t ids, int count, uintptr_t out) {
+// The ids of a replayed call have been checked by who binds them.
+void embedding(Kind kind, uintptr_t data, int rows, int columns, uintptr_t ids, int count, uintptr_t out) {
     const size_t stride = fuel::row_bytes(kind, columns);
+    for (int i = 0; i < count; i++)
+        if (at<const int64_t>(ids)[i] < 0 || at<const int64_t>(ids)[i] >= rows) throw std::out_of_range("an id outside the vocabulary");
     perform([=] {
         for (int i = 0; i < count; i++) {
             const uint8_t* row = at<const uint8_t>(data) + at<const int64_t>(ids)[i] * stride;
