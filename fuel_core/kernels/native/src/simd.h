@@ -294,6 +294,24 @@ inline I32 widen(Bytes a) {
 
 #endif
 
+// The sums of four vectors, side by side.
+inline void store_sums(float* p, F a, F b, F c, F d) {
+#if defined(__AVX2__)
+#if defined(__AVX512BW__)
+    const auto half = [](F x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); };
+    const __m256 w = half(a), x = half(b), y = half(c), z = half(d);
+#else
+    const __m256 w = a, x = b, y = c, z = d;
+#endif
+    const __m256 low = _mm256_add_ps(_mm256_unpacklo_ps(w, x), _mm256_unpackhi_ps(w, x));
+    const __m256 high = _mm256_add_ps(_mm256_unpacklo_ps(y, z), _mm256_unpackhi_ps(y, z));
+    const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xee));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+    p[0] = sum(a), p[1] = sum(b), p[2] = sum(c), p[3] = sum(d);
+#endif
+}
+
 // The value, computed here: left alone, the compiler puts a chain of sums off until its terms fill the stack.
 inline Bytes in_register(Bytes a) {
 #if defined(__AVX2__)
@@ -320,34 +338,22 @@ inline F exp(F x) {
     return mul(p, pow2(n));
 }
 
-// Elements of a cache or a plain matrix, by their stored type. load8 is for what is done by eights in any set.
+// Elements of a cache or a plain matrix, by their stored type.
 struct F32 {
     using Stored = float;
     static F load(const float* p) { return FUEL_ISA::load(p); }
-#if defined(__AVX2__)
-    static __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
-#endif
     static float wide(float x) { return x; }
     static float narrow(float x) { return x; }
 };
 struct Bf16 {
     using Stored = uint16_t;
     static F load(const uint16_t* p) { return load_bf16(p); }
-#if defined(__AVX2__)
-    static __m256 load8(const uint16_t* p) {
-        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
-        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-    }
-#endif
     static float wide(uint16_t x) { return wide_bf16(x); }
     static uint16_t narrow(float x) { return narrow_bf16(x); }
 };
 struct F16 {
     using Stored = uint16_t;
     static F load(const uint16_t* p) { return load_f16(p); }
-#if defined(__AVX2__)
-    static __m256 load8(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-#endif
     static float wide(uint16_t x) {
         _Float16 half;
         std::memcpy(&half, &x, 2);
