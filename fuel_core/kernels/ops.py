@@ -16,6 +16,7 @@ from torch import Tensor
 from fuel_core.contracts.checkpoint import QuantizedTensor
 from fuel_core.contracts.errors import PluginError
 from fuel_core.contracts.records import KernelBackend
+from fuel_core.contracts.sampling import SamplingParams
 from fuel_core.kernels import reference
 from fuel_core.kernels.protocols import Arena, Product
 
@@ -172,4 +173,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ``[T, Hq D]``, scores scaled by ``1/sqrt(D)``.
     """
     out: Tensor = _kernel("attention", q.device)(q, k, v)
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The first of the largest of each row of ``[R, V]``, int64 ``[R]``; a NaN is larger than all."""
+    out: Tensor = _kernel("argmax", logits.device)(logits)
+    return out
+
+
+def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """One token of each row by its temperature, top-k, top-p and min-p, in this order, ties kept.
+
+    Args:
+        logits: float32 or float64 ``[R, V]``, not changed. A row whose largest is not finite gives an id
+            without meaning.
+        params: of each row; the temperature is above 0.
+        uniforms: of each row, in ``[0, 1 - 2**-53]``: where in the order of ids the token is taken.
+
+    Returns:
+        int64 ``[R]``; a row's id does not depend on the rows beside it.
+    """
+    out: Tensor = _kernel("draw", logits.device)(logits, params, uniforms)
     return out

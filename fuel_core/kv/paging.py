@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,9 +83,8 @@ class PagedStorage(BlockStorage):
     def _page_table(
         self, sessions: Sequence[SessionHandle], tables: Sequence[Sequence[int]], width: int
     ) -> PageTable:
-        block_table = torch.zeros(len(tables), width, dtype=torch.int32)  # [B, width]
-        for row, table in zip(block_table, tables, strict=True):
-            row[: len(table)] = torch.tensor(table, dtype=torch.int32)
+        padded = [[*table, *repeat(0, width - len(table))] for table in tables]
+        block_table = torch.tensor(padded, dtype=torch.int32).view(len(tables), width)  # [B, width]
         lens = torch.tensor([self.core.filled_tokens(s) for s in sessions], dtype=torch.int32)  # [B]
         return PageTable(block_table, lens, len(tables), width)
 

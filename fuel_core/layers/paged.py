@@ -50,12 +50,11 @@ class PagedStep:
     def __init__(
         self, rope: Rope, pool: DeviceKvPool, counts: Sequence[int], width: int, *, is_kept: bool = False
     ) -> None:
-        total, device = sum(counts), pool.device
+        device = pool.device
         self._rope, self._pool, self._width, self.is_kept = rope, pool, width, is_kept
         self._counts = torch.tensor(counts, dtype=torch.int32)  # [B]
-        self.token_ids = torch.zeros(total, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(total, dtype=torch.int64, device=device)
-        self._slots = torch.zeros(total, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(3, sum(counts), dtype=torch.int64, device=device)
+        self.token_ids, self._positions, self._slots = self._tokens  # [T] each
         self._block_table = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
         self._context_lens = torch.zeros(len(counts), dtype=torch.int32, device=device)
         self._cos, self._sin = rope.angles(self._positions)  # [T, D/2]
@@ -63,17 +62,14 @@ class PagedStep:
     def bind(self, tokens: Sequence[int], sessions: Sequence[SessionHandle]) -> None:
         """Take the tokens, which the sessions' fill counts already, and where they lie."""
         table = self._pool.materialize_block_table_padded(sessions, self._width)
-        lens = table.context_lens.long()  # [B]
-        counts = self._counts
-        starts = (lens - counts).repeat_interleave(counts)  # [T], each row's session's first new position
-        firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)  # [T], its first row
-        positions = starts + torch.arange(len(tokens)) - firsts  # [T]
-        rows = torch.arange(len(counts)).repeat_interleave(counts)  # [T]
-        size = self._pool.geometry.block_size
-        blocks = table.block_table[rows, positions // size].long()  # [T]
-        self.token_ids.copy_(torch.tensor(tokens, dtype=torch.int64))
-        self._positions.copy_(positions)
-        self._slots.copy_(blocks * size + positions % size)
+        core, size = self._pool.core, self._pool.geometry.block_size
+        positions: list[int] = []
+        slots: list[int] = []
+        for session, count in zip(sessions, self._counts.tolist(), strict=True):
+            blocks, end = core.session_block_table(session), core.filled_tokens(session)
+            positions += range(end - count, end)
+            slots += [blocks[p // size] * size + p % size for p in range(end - count, end)]
+        self._tokens.copy_(torch.tensor([list(tokens), positions, slots], dtype=torch.int64))
         self._block_table.copy_(table.block_table)
         self._context_lens.copy_(table.context_lens)
         cos, sin = self._rope.angles(self._positions)

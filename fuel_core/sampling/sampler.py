@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -9,18 +10,14 @@ import torch
 from torch import Tensor
 
 from fuel_core.contracts.errors import FuelError, ModelContractError, SamplingError
-from fuel_core.sampling.filters import RowFilters, columns, draw, kept_weights, take_rows
+from fuel_core.kernels import ops
+from fuel_core.kernels.rows import take_rows
 from fuel_core.sampling.state import SamplerState
 
 Outcome: TypeAlias = int | FuelError
 
-# Marks in place of a token id, so that tokens and faults come to the host in one transfer.
-_NAN, _INFINITE, _NO_MAXIMUM = -1, -2, -3
-_FAULTS = {
-    _NAN: "NaN",
-    _INFINITE: "+inf",
-    _NO_MAXIMUM: "no finite maximum after logit_bias, penalties and min_new_tokens",
-}
+# In place of a token id, so that tokens and faults come to the host in one transfer.
+_NO_MAXIMUM = -1
 
 
 @torch.inference_mode()
@@ -45,36 +42,32 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[Outcome]:
         ModelContractError: shape or dtype of ``logits`` do not fit the states. Nothing is recorded.
     """
     _check_logits(logits, states)
-    plain = [row for row, state in enumerate(states) if state.greedy and not state.adjusts]
-    other = [row for row, state in enumerate(states) if not state.greedy or state.adjusts]
-    tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)  # [B]
-    if plain:
-        tokens[plain] = take_rows(logits, plain).argmax(-1)
-    if other:
-        tokens[other] = _choose(take_rows(logits, other).double(), [states[row] for row in other])
-    marked = _mark_faults(tokens, logits.amax(-1)).tolist()
-    return [_outcome(row, marked[row], state) for row, state in enumerate(states)]
+    tokens = ops.argmax(logits)  # [B]
+    peaks = logits.gather(1, tokens[:, None])[:, 0]  # [B]
+    drawn = [row for row, state in enumerate(states) if not state.greedy and not state.adjusts]
+    adjusted = [row for row, state in enumerate(states) if state.adjusts]
+    if drawn:
+        tokens[drawn] = _draw(take_rows(logits, drawn), [states[row] for row in drawn])
+    if adjusted:
+        tokens[adjusted] = _choose(take_rows(logits, adjusted).double(), [states[row] for row in adjusted])
+    ids, largest = torch.stack([tokens.double(), peaks.double()]).tolist()  # ids are exact in float64
+    return [_outcome(row, int(ids[row]), largest[row], state) for row, state in enumerate(states)]
 
 
 def _choose(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     """Ids int64 ``[R]`` for float64 logits ``[R, V]``, which are overwritten."""
     _add_offsets(logits, states)
     _penalise(logits, states)
-    peak = logits.amax(-1)  # [R]
-    tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)  # [R]
-    greedy = [row for row, state in enumerate(states) if state.greedy]
+    tokens = logits.argmax(-1)  # [R]
+    peaks = logits.gather(1, tokens[:, None])[:, 0]  # [R]
     drawn = [row for row, state in enumerate(states) if not state.greedy]
-    if greedy:
-        tokens[greedy] = take_rows(logits, greedy).argmax(-1)
     if drawn:
         tokens[drawn] = _draw(take_rows(logits, drawn), [states[row] for row in drawn])
-    return tokens.masked_fill_(~peak.isfinite(), _NO_MAXIMUM)
+    return tokens.masked_fill_(~peaks.isfinite(), _NO_MAXIMUM)
 
 
 def _draw(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-    filters = RowFilters.of([state.params for state in states], logits.shape[1], logits.device)
-    uniforms = torch.tensor([[state.uniform()] for state in states], dtype=torch.float64)  # [R, 1]
-    return draw(kept_weights(logits, filters), uniforms.to(logits.device))
+    return ops.draw(logits, [state.params for state in states], [state.uniform() for state in states])
 
 
 def _add_offsets(logits: Tensor, states: Sequence[SamplerState]) -> None:
@@ -110,23 +103,19 @@ def _entries(
 def _penalties(states: Sequence[SamplerState], entry: Tensor) -> list[Tensor]:
     params = [state.params for state in states]
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    table = columns([[getattr(p, name) for p in params] for name in names], entry.device)
-    return [column[entry, 0] for column in table]
+    table = torch.tensor([[getattr(p, name) for p in params] for name in names], dtype=torch.float64)
+    return [column[entry] for column in table.to(entry.device)]
 
 
-def _mark_faults(tokens: Tensor, peak: Tensor) -> Tensor:
-    """``tokens`` with the marks of rows whose largest raw logit, ``peak``, is not finite."""
-    tokens.masked_fill_(peak == -torch.inf, _NO_MAXIMUM)
-    tokens.masked_fill_(peak == torch.inf, _INFINITE)
-    return tokens.masked_fill_(peak.isnan(), _NAN)
-
-
-def _outcome(row: int, token: int, state: SamplerState) -> Outcome:
-    if token >= 0:
+def _outcome(row: int, token: int, largest: float, state: SamplerState) -> Outcome:
+    """The token, recorded; or what is wrong with the row, whose largest raw logit is given."""
+    if math.isfinite(largest) and token != _NO_MAXIMUM:
         state.record(token)
         return token
+    lacking = "no finite maximum after logit_bias, penalties and min_new_tokens"
+    fault = "NaN" if math.isnan(largest) else "+inf" if largest == math.inf else lacking
     return SamplingError(
-        f"logits of row {row} hold {_FAULTS[token]}",
+        f"logits of row {row} hold {fault}",
         needed="a largest logit that is finite, -inf only for banned tokens",
         remedy="lift a ban, or check the model's weights and dtype",
         row=row,

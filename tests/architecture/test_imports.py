@@ -17,7 +17,7 @@ MAY_KNOW = {
     "registry": {"contracts", "hookspecs"},
     "kernels": {"contracts"},
     "weights": {"contracts"},
-    "sampling": {"contracts"},
+    "sampling": {"contracts", "kernels"},
     "kv": {"contracts", "kernels"},
     "text": {"contracts", "weights"},
     "schedule": {"contracts", "kv", "sampling"},

@@ -200,6 +200,56 @@ void check_pointwise(const Kernels& kernels, int rows, int n) {
     }
 }
 
+// A draw by the definition: sort, keep, and walk through the ids.
+int64_t drawn(const std::vector<double>& x, double temperature, int top_k, double top_p, double min_p, double uniform, double unit) {
+    std::vector<double> sorted = x;
+    std::sort(sorted.rbegin(), sorted.rend());
+    const double kth = top_k > 0 && top_k < int(x.size()) ? sorted[top_k - 1] : -INFINITY;
+    std::vector<double> weights(x.size());
+    for (size_t i = 0; i < x.size(); i++)
+        weights[i] = x[i] >= kth ? std::nearbyint(std::exp((x[i] - sorted[0]) / temperature) * unit) : 0;
+    sorted = weights;
+    std::sort(sorted.rbegin(), sorted.rend());
+    double total = 0, sum = 0, floor = 0;
+    for (double w : weights) total += w;
+    for (size_t i = 0; i < sorted.size() && sum < total * top_p; i++) sum += floor = sorted[i];
+    floor = std::fmax(top_p < 1 ? floor : 0, min_p * unit);
+    for (double& w : weights) w = w < floor ? 0 : w;
+    total = sum = 0;
+    for (double w : weights) total += w;
+    for (size_t i = 0; i < weights.size(); i++)
+        if ((sum += weights[i]) > uniform * total) return int64_t(i);
+    return -1;
+}
+
+void check_draw(const Kernels& kernels, int vocab, bool is_double) {
+    const int rows = 24;
+    const double unit = std::ldexp(1.0, 53 - 32 + __builtin_clz(vocab));
+    std::vector<float> x = random_floats(size_t(rows) * vocab, 9);
+    for (size_t i = 0; i < x.size(); i += 3) x[i] = std::nearbyint(x[i]);  // some are tied
+    const std::vector<double> wide(x.begin(), x.end());
+    std::vector<int32_t> top_k;
+    std::vector<double> temperature, top_p, min_p, uniforms;
+    for (int r = 0; r < rows; r++) {
+        top_k.push_back(r % 3 ? integer(0, vocab + 1) : 0), temperature.push_back(uniform(0.2, 2));
+        top_p.push_back(r % 2 ? uniform(0.01, 1) : 1), min_p.push_back(r % 4 ? 0 : uniform(0, 0.5));
+        uniforms.push_back(r ? uniform(0, 1) : 0);
+    }
+    std::vector<int64_t> out(rows);
+    const void* logits = is_double ? static_cast<const void*>(wide.data()) : x.data();
+    kernels.draw(
+        {logits, is_double, rows, vocab, top_k.data(), temperature.data(), top_p.data(), min_p.data(), uniforms.data(), unit}, out.data()
+    );
+    for (int r = 0; r < rows; r++) {
+        const std::vector<double> row(wide.begin() + size_t(r) * vocab, wide.begin() + size_t(r + 1) * vocab);
+        const int64_t want = drawn(row, temperature[r], top_k[r], top_p[r], min_p[r], uniforms[r], unit);
+        checks++;
+        if (out[r] == want) continue;
+        failures++;
+        std::printf("FAILED %s draw %d of %d: %d, not %d\n", kernels.name, r, vocab, int(out[r]), int(want));
+    }
+}
+
 struct Cached {
     Element element;
     std::vector<float> f32;
@@ -318,6 +368,7 @@ int main() {
                 if (is_plain(kind.kind)) check_linear(*kernels, kind, kKinds[8], 17, 77, 7);
             }
             for (int n : {1, 7, 16, 33, 576}) check_pointwise(*kernels, 1, n), check_pointwise(*kernels, 9, n);
+            for (int vocab : {1, 7, 64, 77, 1003}) check_draw(*kernels, vocab, false), check_draw(*kernels, vocab, true);
             for (Element element : {Element::F32, Element::Bf16, Element::F16}) {
                 check_attention(*kernels, element, 16, 9, 3, 64, false, {1, 15, 16, 17, 70}, {1, 1, 16, 2, 1});
                 check_attention(*kernels, element, 4, 4, 4, 8, true, {5, 33}, {5, 9});

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import logits_process as oracle
 
 from fuel_core.contracts import SamplingParams
-from fuel_core.sampling.filters import RowFilters, draw, kept_weights, scale
+from fuel_core.kernels.reference.selection import RowFilters, draw_weighted, kept_weights, scale
 
 CPU = torch.device("cpu")
 LARGEST_UNIFORM = 1 - 2.0**-53
@@ -216,19 +216,19 @@ def test_a_draw_never_lands_on_a_weight_of_zero(uniform: float) -> None:
         logits[row, 1 + row] = logits[row, 2 * row + 2] = 0.1 * row
     weights = weigh(logits, SamplingParams(temperature=1.0))
     weights = torch.cat([weights, weights * (2.0**53 // weights.sum(-1, keepdim=True))])
-    tokens = draw(weights, torch.full((128, 1), uniform, dtype=torch.float64))  # [128]
+    tokens = draw_weighted(weights, torch.full((128, 1), uniform, dtype=torch.float64))  # [128]
     assert (weights.gather(1, tokens[:, None]) > 0).all()
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 2**51 + 1, 2**52 - 1, 2**52, 2**52 + 1, 2**53 - 1, 2**53])
 def test_the_largest_uniform_finds_the_last_token(total: int) -> None:
     weights = torch.tensor([[0.0, total - 1.0, 1.0, 0.0]], dtype=torch.float64)
-    assert draw(weights, torch.tensor([[LARGEST_UNIFORM]], dtype=torch.float64)).tolist() == [2]
+    assert draw_weighted(weights, torch.tensor([[LARGEST_UNIFORM]], dtype=torch.float64)).tolist() == [2]
     first = 1 if total > 1 else 2
-    assert draw(weights, torch.zeros(1, 1, dtype=torch.float64)).tolist() == [first]
+    assert draw_weighted(weights, torch.zeros(1, 1, dtype=torch.float64)).tolist() == [first]
 
 
 def test_a_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0]], dtype=torch.float64).expand(8, -1).contiguous()
     uniforms = torch.tensor([0.0, 0.24, 0.25, 0.5, 0.74, 0.75, 0.9, LARGEST_UNIFORM], dtype=torch.float64)
-    assert draw(weights, uniforms[:, None]).tolist() == [1, 1, 3, 3, 3, 4, 4, 4]
+    assert draw_weighted(weights, uniforms[:, None]).tolist() == [1, 1, 3, 3, 3, 4, 4, 4]

@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_reference(family: str, isa: str, native: Module
     with on_reference():
         expected = lone_rows(tiny(family), TOKENS)
         other = lone_rows(tiny(family, 1), TOKENS)
-    limit = 0.03 if family.endswith("gguf") and "vnni" in isa else 1e-4
+    limit = 0.03 if family.endswith("gguf") else 1e-4  # inputs of blocks are rounded
     assert relative(ours, expected) <= limit
     assert relative(other, expected) > 0.3
 

@@ -67,19 +67,13 @@ def test_a_product_is_that_of_float64(name: str, isa: str) -> None:
 
 @every_isa
 @every_quantized
-def test_inputs_are_rounded_to_a_byte_or_not_at_all(name: str, isa: str) -> None:
+def test_inputs_are_rounded_to_a_byte(name: str, isa: str) -> None:
     _native.use(isa)
     weight, x = matrix(name, 37, 512), inputs(9, 512)
     out = tiles(weight)(x)
     assert loss(truth(as_bytes(x), weight), truth(x, weight), x, weight) > 100 * ROUNDING
-    exact = x if rounds_nothing(name, isa) else as_bytes(x)
-    assert loss(out, truth(exact, weight), x, weight) <= ROUNDING
+    assert loss(out, truth(as_bytes(x), weight), x, weight) <= ROUNDING
     assert loss(out, truth(x, weight), x, weight) < 0.02
-
-
-def rounds_nothing(name: str, isa: str) -> bool:
-    """Whether the inputs stay floats: with weights of a byte, where no instruction multiplies bytes."""
-    return name in PLAIN or (name == "Q8_0" and isa != "avx512_vnni")
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -180,7 +174,7 @@ def test_a_fault_in_a_row_is_in_all_of_its_results_and_in_no_others(
         x[at, 300] = fault
         out = product(x)
         assert not torch.isfinite(out[at]).any()
-        assert torch.isnan(out[at]).all() or rounds_nothing(name, isa)
+        assert torch.isnan(out[at]).all() or name in PLAIN
         others = torch.arange(count) != at
         assert torch.equal(out[others], sound[others])
 

@@ -14,15 +14,19 @@ from torch import Tensor
 
 from fuel_core import _native
 from fuel_core.contracts.checkpoint import QuantizedTensor
+from fuel_core.contracts.sampling import SamplingParams
 from fuel_core.kernels import reference
 from fuel_core.kernels.native.recording import Arena, empty
 from fuel_core.kernels.native.tiles import TiledProduct, kind_of, tiled_product
+from fuel_core.kernels.reference.selection import scale as top_weight
 
 __all__ = [
     "Arena",
     "TiledProduct",
     "arena",
+    "argmax",
     "attention",
+    "draw",
     "embedding",
     "paged_attention",
     "product",
@@ -213,5 +217,32 @@ def _attend(
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), address, lengths.data_ptr(), counts.data_ptr()),
         *(len(lengths), width, size, q_heads, kv_heads, dim, *strides),
         *(dim**-0.5 if scale is None else scale, out.data_ptr()),
+    )
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The first of the largest of each row; see :func:`fuel_core.kernels.ops.argmax`."""
+    if not _takes(logits):
+        return reference.argmax(logits)
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64)
+    _native.argmax(logits.data_ptr(), rows, vocab, out.data_ptr())
+    return out
+
+
+def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """One token of each row; see :func:`fuel_core.kernels.ops.draw`."""
+    rows, vocab = logits.shape
+    if logits.dtype not in (torch.float32, torch.float64) or not logits.is_contiguous():
+        return reference.draw(logits, params, uniforms)
+    top_k = torch.tensor([min(p.top_k, vocab) for p in params], dtype=torch.int32)
+    filters = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    columns = torch.tensor([*filters, list(uniforms)], dtype=torch.float64)
+    out = torch.empty(rows, dtype=torch.int64)
+    is_double = logits.dtype is torch.float64
+    _native.draw(
+        *(logits.data_ptr(), is_double, rows, vocab, top_k.data_ptr(), columns.data_ptr()),
+        *(top_weight(vocab), out.data_ptr()),
     )
     return out

@@ -82,6 +82,10 @@ class Recording:
         self._tape.run()
         return self._out
 
+    def run_timed(self) -> list[tuple[str, int]]:
+        """Make the calls again; the kernel of each, and the nanoseconds that it took."""
+        return self._tape.run_timed()
+
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what PyTorch itself computes, and has sums of two tensors recorded.

@@ -4,10 +4,13 @@ from fuel_core.kernels.reference.attention import attention, paged_attention, ro
 from fuel_core.kernels.reference.linear import embedding, linear, product
 from fuel_core.kernels.reference.pointwise import rms_norm, silu_mul
 from fuel_core.kernels.reference.running import arena, set_threads
+from fuel_core.kernels.reference.selection import argmax, draw
 
 __all__ = [
     "arena",
+    "argmax",
     "attention",
+    "draw",
     "embedding",
     "linear",
     "paged_attention",

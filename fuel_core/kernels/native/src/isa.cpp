@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "pointwise.h"
 #include "products.h"
+#include "selection.h"
 
 namespace fuel::FUEL_ISA {
 
@@ -23,6 +24,6 @@ static void attend(Element element, const Attend& args) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels{FUEL_NAME, linear, rms_norm, silu_mul, write, attend, argmax};
+const Kernels kernels{FUEL_NAME, linear, rms_norm, silu_mul, write, attend, argmax, draw};
 
 }  // namespace fuel::FUEL_ISA

@@ -38,6 +38,17 @@ struct Attend {
 
 constexpr int kMostHeadDim = 512;
 
+// A token of each row: temperature, then top-k, top-p and min-p, ties kept; a uniform in [0, 1) says where in the order
+// of the ids. A row with a NaN or without a finite largest gives 0.
+struct Draw {
+    const void* logits;  // float or double [rows][vocab]
+    bool is_double;
+    int rows, vocab;
+    const int32_t* top_k;  // 0 keeps all
+    const double *temperature, *top_p, *min_p, *uniforms;
+    double top_weight;  // of the most probable token: a power of two that keeps a row's sum below 2^53
+};
+
 struct Kernels {
     const char* name;
     void (*linear)(const Matrix&, const float* x, int rows, const float* residual, float* out);
@@ -46,6 +57,7 @@ struct Kernels {
     void (*write_kv)(Element, const Write&);
     void (*attention)(Element, const Attend&);
     void (*argmax)(const float* x, int rows, int n, int64_t* out);
+    void (*draw)(const Draw&, int64_t* out);
 };
 
 // The sets that were compiled and that this processor runs, the best first.

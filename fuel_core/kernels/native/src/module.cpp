@@ -1,14 +1,18 @@
 // The kernels for Python. Tensors come as the addresses of their data: the caller has checked them.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "packed.h"
@@ -30,20 +34,37 @@ const Kernels* chosen = nullptr;
 
 // Calls with the addresses that they were given, to be made again in order.
 struct Tape {
-    std::vector<std::function<void()>> calls;
+    struct Call {
+        const char* name;
+        std::function<void()> make;
+    };
+    std::vector<Call> calls;
 };
 
 thread_local Tape* recording = nullptr;
 
-template <class Call> void perform(const Call& call) {
-    if (recording) recording->calls.emplace_back(call);
+template <class Call> void perform(const char* name, const Call& call) {
+    if (recording) recording->calls.push_back({name, call});
     const nb::gil_scoped_release release;
     call();
 }
 
 void run(const Tape& tape) {
     const nb::gil_scoped_release release;
-    for (const auto& call : tape.calls) call();
+    for (const auto& call : tape.calls) call.make();
+}
+
+// Make the calls again; the name of each, and the nanoseconds that it took.
+std::vector<std::pair<std::string, int64_t>> run_timed(const Tape& tape) {
+    using Clock = std::chrono::steady_clock;
+    std::vector<std::pair<std::string, int64_t>> out;
+    const nb::gil_scoped_release release;
+    for (const auto& call : tape.calls) {
+        const auto start = Clock::now();
+        call.make();
+        out.emplace_back(call.name, std::chrono::nanoseconds(Clock::now() - start).count());
+    }
+    return out;
 }
 
 std::vector<std::string> names() {
@@ -81,7 +102,7 @@ void set_bias(Matrix& matrix, uintptr_t data) {
 
 void linear(const Matrix& w, uintptr_t x, int rows, uintptr_t residual, uintptr_t out) {
     const auto* kernels = chosen;
-    perform([=, &w] { kernels->linear(w, at<const float>(x), rows, at<const float>(residual), at<float>(out)); });
+    perform("product", [=, &w] { kernels->linear(w, at<const float>(x), rows, at<const float>(residual), at<float>(out)); });
 }
 
 // The ids of a replayed call have been checked by who binds them.
@@ -89,7 +110,7 @@ void embedding(Kind kind, uintptr_t data, int rows, int columns, uintptr_t ids, 
     const size_t stride = fuel::row_bytes(kind, columns);
     for (int i = 0; i < count; i++)
         if (at<const int64_t>(ids)[i] < 0 || at<const int64_t>(ids)[i] >= rows) throw std::out_of_range("an id outside the vocabulary");
-    perform([=] {
+    perform("embedding", [=] {
         for (int i = 0; i < count; i++) {
             const uint8_t* row = at<const uint8_t>(data) + at<const int64_t>(ids)[i] * stride;
             fuel::expand(kind, row, columns, at<float>(out) + size_t(i) * columns);
@@ -99,23 +120,36 @@ void embedding(Kind kind, uintptr_t data, int rows, int columns, uintptr_t ids, 
 
 void rms_norm(uintptr_t x, uintptr_t gain, float eps, int rows, int n, uintptr_t out) {
     const auto* kernels = chosen;
-    perform([=] { kernels->rms_norm(at<const float>(x), at<const float>(gain), eps, rows, n, at<float>(out)); });
+    perform("rms_norm", [=] { kernels->rms_norm(at<const float>(x), at<const float>(gain), eps, rows, n, at<float>(out)); });
 }
 
 void silu_mul(uintptr_t gate_up, int rows, int n, uintptr_t out) {
     const auto* kernels = chosen;
-    perform([=] { kernels->silu_mul(at<const float>(gate_up), rows, n, at<float>(out)); });
+    perform("silu_mul", [=] { kernels->silu_mul(at<const float>(gate_up), rows, n, at<float>(out)); });
 }
 
 void add(uintptr_t x, uintptr_t y, size_t n, uintptr_t out) {
-    perform([=] {
+    perform("add", [=] {
         for (size_t i = 0; i < n; i++) at<float>(out)[i] = at<const float>(x)[i] + at<const float>(y)[i];
     });
 }
 
 void argmax(uintptr_t x, int rows, int n, uintptr_t out) {
-    const auto* kernels = chosen;
-    perform([=] { kernels->argmax(at<const float>(x), rows, n, at<int64_t>(out)); });
+    const nb::gil_scoped_release release;
+    chosen->argmax(at<const float>(x), rows, n, at<int64_t>(out));
+}
+
+// columns [4][rows]: temperatures, top_p, min_p, uniforms.
+void draw(
+    uintptr_t logits, bool is_double, int rows, int vocab, uintptr_t top_k, uintptr_t columns, double top_weight, uintptr_t out
+) {
+    const nb::gil_scoped_release release;
+    const double* table = at<const double>(columns);
+    chosen->draw(
+        {at<const void>(logits), is_double, rows, vocab, at<const int32_t>(top_k), table, table + rows, table + 2 * rows,
+         table + 3 * rows, top_weight},
+        at<int64_t>(out)
+    );
 }
 
 void write_kv(
@@ -128,7 +162,7 @@ void write_kv(
         at<const float>(qkv), at<const float>(cos), at<const float>(sin), at<const float>(q_gain), at<const float>(k_gain),
         eps, rows, q_heads, kv_heads, head_dim, at<float>(q), at<void>(k), at<void>(v), at<const int64_t>(slots),
         slot_stride, head_stride};
-    perform([=] { kernels->write_kv(element, args); });
+    perform("write_kv", [=] { kernels->write_kv(element, args); });
 }
 
 void attention(
@@ -141,7 +175,7 @@ void attention(
         at<const float>(q), at<const void>(k), at<const void>(v), at<const int32_t>(table), at<const int32_t>(lengths),
         at<const int32_t>(counts), sessions, width, block_size, q_heads, kv_heads, head_dim, block_stride, slot_stride,
         head_stride, scale, at<float>(out)};
-    perform([=] { kernels->attention(element, args); });
+    perform("attention", [=] { kernels->attention(element, args); });
 }
 
 }  // namespace
@@ -180,6 +214,7 @@ NB_MODULE(_native, m) {
         .def("start", [](Tape& self) { recording = &self; })
         .def("stop", [](Tape&) { recording = nullptr; })
         .def("run", run)
+        .def("run_timed", run_timed)
         .def("__len__", [](const Tape& self) { return self.calls.size(); });
 
     m.def("available", names);
@@ -195,6 +230,7 @@ NB_MODULE(_native, m) {
     m.def("silu_mul", silu_mul);
     m.def("add", add);
     m.def("argmax", argmax);
+    m.def("draw", draw);
     m.def("write_kv", write_kv);
     m.def("attention", attention);
     m.attr("MOST_HEAD_DIM") = fuel::kMostHeadDim;

@@ -1,4 +1,4 @@
-// Norm, rotation, activation, selection: what surrounds the products, row by row.
+// Norm, rotation, activation: what surrounds the products, row by row.
 #pragma once
 
 #include <algorithm>
@@ -90,32 +90,6 @@ template <class E> void write_heads(const Write& a, int row) {
 
 template <class E> void write_kv(const Write& a) {
     each_row(a.rows, 4 * size_t(a.q_heads + 2 * a.kv_heads) * a.head_dim, [&](int row) { write_heads<E>(a, row); });
-}
-
-// The first of the largest; a NaN is larger than all.
-inline int64_t argmax_row(const float* x, int n) {
-    F most = set1(-INFINITY), fault = zero();
-    int i = 0;
-    for (; i + W <= n; i += W) {
-        const F v = load(x + i);
-        most = max(most, v);
-        fault = add(fault, sub(v, v));  // NaN of a NaN and of an infinity
-    }
-    float top = largest(most);
-    for (; i < n; i++) top = x[i] > top ? x[i] : top;
-    if (!(sum(fault) == 0) || !(top > -INFINITY)) {
-        for (int j = 0; j < n; j++)
-            if (std::isnan(x[j])) return j;
-    }
-    for (int j = 0; j < n; j++)
-        if (x[j] == top) return j;
-    for (int j = 0; j < n; j++)
-        if (std::isnan(x[j])) return j;
-    return 0;
-}
-
-inline void argmax(const float* x, int rows, int n, int64_t* out) {
-    each_row(rows, n, [=](int row) { out[row] = argmax_row(x + size_t(row) * n, n); });
 }
 
 }  // namespace fuel::FUEL_ISA

@@ -91,20 +91,23 @@ inline Input quantize(const float* x, int rows, int columns, Scratch& scratch) {
 
 // ---- quantized weights -----------------------------------------------------------------------
 
+// Whole bytes are made unsigned for an instruction that sums in 32 bits; others take them as they are.
 #ifdef FUEL_DOT4
-constexpr bool kWhole = true;
+constexpr bool kSigned = false;
 #else
-constexpr bool kWhole = false;
+constexpr bool kSigned = true;
 #endif
 
-// How many products of pairs 16 bits hold: 8 · 2 · 15 · 127, 4 · 2 · 31 · 127 and 2 · 2 · 63 · 127 are below 32,768.
-// Whole bytes need an instruction that sums in 32 bits.
-constexpr int depth_of(Quants q) { return q == Quants::U5 ? 4 : q == Quants::U6 ? 2 : 8; }
+// How many products of pairs 16 bits hold: 8 · 2 · 15 · 127, 4 · 2 · 31 · 127, 2 · 2 · 63 · 127 and 2 · 128 · 127 are
+// below 32,768.
+constexpr int depth_of(Quants q) { return q == Quants::U5 ? 4 : q == Quants::U6 ? 2 : q == Quants::U8 ? 1 : 8; }
 constexpr int halves_of(Scales s) { return s == Scales::Super16 ? 2 : 1; }
 
 // A block of a tile as it is packed.
 template <class Format> struct Packed {
     static constexpr int depth = depth_of(Format::quants), halves = halves_of(Format::scales);
+    static constexpr bool is_signed = kSigned && Format::quants == Quants::U8;
+    static constexpr float offset = is_signed ? 0 : float(Format::offset);
     const uint8_t* block;
     const uint8_t* header;
 
@@ -115,7 +118,7 @@ template <class Format> struct Packed {
         const uint8_t* at = block + v * 4 * W;
         const Bytes low = each_byte(15);
         if constexpr (Format::quants == Quants::U8) {
-            return xor_(load_bytes(at + g * 64), each_byte(128));
+            return is_signed ? load_bytes(at + g * 64) : xor_(load_bytes(at + g * 64), each_byte(128));
         } else {
             const Bytes line = load_bytes(at + g % 4 * 64);
             const Bytes nibble = g < 4 ? and_(line, low) : and_(shift_right<4>(line), low);
@@ -139,7 +142,7 @@ template <class Format> struct Packed {
         const uint8_t* at = block + quant_bytes(Format::quants);
         const auto half_at = [&](const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p) + v * W); };
         if constexpr (Format::scales == Scales::Half) {
-            d = half_at(at), m = mul(d, set1(-float(Format::offset)));
+            d = half_at(at), m = mul(d, set1(-offset));
         } else if constexpr (Format::scales == Scales::HalfMin) {
             d = half_at(at), m = half_at(at + 32);
         } else if constexpr (Format::scales == Scales::Super) {
@@ -147,14 +150,15 @@ template <class Format> struct Packed {
             m = mul(mul(half_at(header + 32), load_u8(at + 16 + v * W)), set1(-1));
         } else {
             d = mul(half_at(header), load_i8(reinterpret_cast<const int8_t*>(at) + half * 16 + v * W));
-            m = mul(d, set1(-float(Format::offset)));
+            m = mul(d, set1(-offset));
         }
     }
 };
 
 // The same block unpacked once for many rows of x.
-template <int depth_, int halves_> struct Staged {
+template <int depth_, int halves_, bool is_signed_> struct Staged {
     static constexpr int depth = depth_, halves = halves_;
+    static constexpr bool is_signed = is_signed_;
     static constexpr size_t bytes = 512 + size_t(halves) * 2 * kTile * sizeof(float);
     uint8_t* block;
 
@@ -201,7 +205,7 @@ template <int rows, class Source, int g, int end>
 #ifdef FUEL_DOT4
                 wide[r][v] = dot4(g % lines ? wide[r][v] : zero_i32(), w[v], x);
 #else
-                const Bytes p = pairs(w[v], x);
+                const Bytes p = Source::is_signed ? signed_pairs(w[v], x) : pairs(w[v], x);
                 narrow[r][v] = in_register(g % Source::depth ? add16(narrow[r][v], p) : p);
                 if constexpr ((g + 1) % Source::depth == 0) {
                     constexpr bool is_first = g % lines < Source::depth;
@@ -291,7 +295,7 @@ constexpr int kRows = 96;         // rows of x that one unpacking serves: their 
 template <class Format>
 void quantized_tile(const uint8_t* tile, const Input& x, int m, int column, int width, const Output& out) {
     using Direct = Packed<Format>;
-    using Unpacked = Staged<Direct::depth, Direct::halves>;
+    using Unpacked = Staged<Direct::depth, Direct::halves, Direct::is_signed>;
     alignas(64) float sums[kRows * kTile];
     if (m <= kDirect) {
         std::fill(sums, sums + m * kTile, 0.0f);
@@ -333,37 +337,6 @@ template <class E> struct PlainTile {
             for (int v = 0; v < NV; v++) column[v] = E::load(w + size_t(first + k) * kTile + v * W);
             take(k, column);
         }
-    }
-};
-
-// Columns of a tile of signed bytes. Without an instruction for their products, floats are as fast, and exact.
-struct ByteTile {
-    using Form = Format<Kind::Q8_0>;
-    static constexpr bool is_float = false;
-    const uint8_t* tile;
-
-    explicit ByteTile(const uint8_t* t) : tile(t) {}
-
-    template <class Take> [[gnu::always_inline]] void columns(int first, int count, const Take& take) const {
-        for (int k = 0; k < count; k += kBlock) {
-            const uint8_t* block = tile + Form::block_at((first + k) / kBlock);
-            F d[NV];
-            for (int v = 0; v < NV; v++) d[v] = load_f16(reinterpret_cast<const uint16_t*>(block + 512) + v * W);
-            for (int g = 0; g < 8; g++) {
-                I32 line[NV];
-                for (int v = 0; v < NV; v++) line[v] = as_i32(load_bytes(block + g * 64 + v * 4 * W));
-                line_columns<0>(k + 4 * g, line, d, take);
-            }
-        }
-    }
-
-private:
-    template <int i, class Take>
-    [[gnu::always_inline]] static void line_columns(int k, const I32 (&line)[NV], const F (&d)[NV], const Take& take) {
-        F column[NV];
-        for (int v = 0; v < NV; v++) column[v] = mul(to_float(signed_byte<i>(line[v])), d[v]);
-        take(k + i, column);
-        if constexpr (i < 3) line_columns<i + 1>(k, line, d, take);
     }
 };
 
@@ -438,9 +411,7 @@ inline void one_tile(const Part& part, int i, const float* x, const Input& q, in
     case Kind::Q4_1: return quantized_tile<Format<Kind::Q4_1>>(tile, q, m, column, width, out);
     case Kind::Q5_0: return quantized_tile<Format<Kind::Q5_0>>(tile, q, m, column, width, out);
     case Kind::Q5_1: return quantized_tile<Format<Kind::Q5_1>>(tile, q, m, column, width, out);
-    case Kind::Q8_0:
-        if constexpr (kWhole) return quantized_tile<Format<Kind::Q8_0>>(tile, q, m, column, width, out);
-        return float_tile<ByteTile>(tile, x, k, m, column, width, out);
+    case Kind::Q8_0: return quantized_tile<Format<Kind::Q8_0>>(tile, q, m, column, width, out);
     case Kind::Q4_K: return quantized_tile<Format<Kind::Q4_K>>(tile, q, m, column, width, out);
     case Kind::Q5_K: return quantized_tile<Format<Kind::Q5_K>>(tile, q, m, column, width, out);
     case Kind::Q6_K: return quantized_tile<Format<Kind::Q6_K>>(tile, q, m, column, width, out);
@@ -452,7 +423,7 @@ inline void linear(const Matrix& w, const float* x, int m, const float* residual
     const Scratch::Scope scope(scratch);
     Input q{};
     for (const Part& part : w.parts)
-        if (!is_plain(part.kind) && (kWhole || part.kind != Kind::Q8_0) && !q.bytes) q = quantize(x, m, w.columns, scratch);
+        if (!is_plain(part.kind) && !q.bytes) q = quantize(x, m, w.columns, scratch);
     const Output out{data, size_t(w.rows), w.bias.empty() ? nullptr : w.bias.data(), residual};
     // A few tiles at a time, so that a thread streams; more pieces than threads, so that none waits long.
     const int tiles = w.tiles(), some = std::max(1, std::min(8, tiles / (4 * threads())));

@@ -83,11 +83,13 @@ inline Bytes or_(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
 template <int n> inline Bytes shift_right(Bytes a) { return _mm512_srli_epi16(a, n); }
 template <int n> inline Bytes shift_left(Bytes a) { return _mm512_slli_epi16(a, n); }
 inline Bytes pairs(Bytes u, Bytes s) { return _mm512_maddubs_epi16(u, s); }
+inline Bytes signed_pairs(Bytes a, Bytes b) {
+    return _mm512_maddubs_epi16(
+        _mm512_abs_epi8(a), _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b));
+}
 inline Bytes add16(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
 inline Bytes xor_(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
 inline I32 widen(Bytes a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
-inline I32 as_i32(Bytes a) { return a; }
-template <int i> inline I32 signed_byte(I32 a) { return _mm512_srai_epi32(_mm512_slli_epi32(a, 24 - 8 * i), 24); }
 #if defined(__AVX512VNNI__)
 #define FUEL_DOT4 1
 inline I32 dot4(I32 sum, Bytes u, Bytes s) { return _mm512_dpbusd_epi32(sum, u, s); }
@@ -153,11 +155,10 @@ inline Bytes or_(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
 template <int n> inline Bytes shift_right(Bytes a) { return _mm256_srli_epi16(a, n); }
 template <int n> inline Bytes shift_left(Bytes a) { return _mm256_slli_epi16(a, n); }
 inline Bytes pairs(Bytes u, Bytes s) { return _mm256_maddubs_epi16(u, s); }
+inline Bytes signed_pairs(Bytes a, Bytes b) { return _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a)); }
 inline Bytes add16(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
 inline Bytes xor_(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
 inline I32 widen(Bytes a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
-inline I32 as_i32(Bytes a) { return a; }
-template <int i> inline I32 signed_byte(I32 a) { return _mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * i), 24); }
 
 #else
 
@@ -251,15 +252,6 @@ inline Bytes xor_(Bytes a, Bytes b) {
     for (int i = 0; i < 4 * W; i++) a.at[i] ^= b.at[i];
     return a;
 }
-inline I32 as_i32(Bytes a) {
-    I32 out;
-    std::memcpy(out.at, a.at, sizeof out.at);
-    return out;
-}
-template <int i> inline I32 signed_byte(I32 a) {
-    for (int j = 0; j < W; j++) a.at[j] = int8_t(a.at[j] >> 8 * i);
-    return a;
-}
 // Bytes as 16-bit integers, and back.
 template <class Op> inline Bytes map16(Bytes a, Op op) {
     int16_t x[2 * W];
@@ -277,6 +269,11 @@ template <int n> inline Bytes shift_left(Bytes a) {
 inline Bytes pairs(Bytes u, Bytes s) {
     return map16(Bytes{}, [&](int16_t, int i) {
         return int(u.at[2 * i]) * int8_t(s.at[2 * i]) + int(u.at[2 * i + 1]) * int8_t(s.at[2 * i + 1]);
+    });
+}
+inline Bytes signed_pairs(Bytes a, Bytes b) {
+    return map16(Bytes{}, [&](int16_t, int i) {
+        return int8_t(a.at[2 * i]) * int8_t(b.at[2 * i]) + int8_t(a.at[2 * i + 1]) * int8_t(b.at[2 * i + 1]);
     });
 }
 inline Bytes add16(Bytes a, Bytes b) {

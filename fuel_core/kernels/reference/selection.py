@@ -1,4 +1,4 @@
-"""The filters and the draw, on float64 rows.
+"""The largest logit, and the filters and the draw.
 
 Probabilities are held as weights: whole numbers ``round(p / p_max * 2**s)``, with s so that a row's sum stays
 below 2**53. Sums of such numbers are exact in float64 in any order: no result depends on the number of rows,
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fuel_core.contracts.sampling import SamplingParams
+from fuel_core.kernels.rows import take_rows
 
 TOP_P_SELECTION = 512
 """How many of the largest weights top-p looks at first; then 16 times as many, until they suffice."""
@@ -43,12 +44,20 @@ class RowFilters:
         top_k = tuple(p.top_k if 0 < p.top_k < vocab_size else None for p in params)
         nucleus = tuple(row for row, p in enumerate(params) if p.top_p < 1)
         table = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-        return cls(top_k, nucleus, *columns(table, device))
+        columns = torch.tensor(table, dtype=torch.float64).to(device).unsqueeze(-1)  # [3, R, 1]
+        return cls(top_k, nucleus, *columns.unbind(0))
 
 
-def columns(table: Sequence[Sequence[float]], device: torch.device) -> tuple[Tensor, ...]:
-    """Each line of ``table`` as float64 ``[R, 1]`` on ``device``, all in one transfer."""
-    return torch.tensor(table, dtype=torch.float64).to(device).unsqueeze(-1).unbind(0)
+def argmax(logits: Tensor) -> Tensor:
+    """The first of the largest of each row of ``[R, V]``, int64 ``[R]``; a NaN is larger than all."""
+    return logits.argmax(-1)
+
+
+def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """See :func:`fuel_core.kernels.ops.draw`."""
+    filters = RowFilters.of(params, logits.shape[1], logits.device)
+    column = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)[:, None]  # [R, 1]
+    return draw_weighted(kept_weights(logits.double(), filters), column)
 
 
 def kept_weights(logits: Tensor, filters: RowFilters, selection: int = TOP_P_SELECTION) -> Tensor:
@@ -89,7 +98,7 @@ def to_weights(logits: Tensor, temperature: Tensor) -> Tensor:
     return logits.exp_().mul_(scale(logits.shape[1])).round_()
 
 
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+def draw_weighted(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The inverse of the cumulative distribution, in the order of the ids.
 
     Args:
@@ -103,13 +112,6 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     # Below the total even when rounded, since u is at most 1 - 2**-53: a token is always found.
     target = uniforms * cumulative[:, -1:]  # [R, 1]
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
-
-
-def take_rows(matrix: Tensor, rows: Sequence[int]) -> Tensor:
-    """``matrix[rows]``, ``rows`` ascending; no copy where they are all of them."""
-    if len(rows) == matrix.shape[0]:
-        return matrix
-    return matrix.index_select(0, torch.tensor(rows, dtype=torch.int64, device=matrix.device))
 
 
 def _apply_top_k(logits: Tensor, top_k: Sequence[int | None]) -> None:
