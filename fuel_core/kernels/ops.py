@@ -176,10 +176,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The first of the largest of each row of ``[R, V]``, int64 ``[R]``; a NaN is larger than all."""
-    out: Tensor = _kernel("argmax", logits.device)(logits)
-    return out
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the largest of each row of ``[R, V]``, a NaN above all: ids int64 ``[R]``, and values."""
+    ids, values = _kernel("largest", logits.device)(logits)
+    return ids, values
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 class Product(Protocol):
     """``x [T, in]`` → ``[T, sum of outs]``: the outputs of every map, biases added, side by side."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """In the dtype of ``x``; a row depends on its own input alone."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """In the dtype of ``x``, added to ``residual`` where given; a row depends on its own input alone."""
         ...
 
 

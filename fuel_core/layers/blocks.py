@@ -54,8 +54,9 @@ class Attention:
             norm,
         )
 
-    def __call__(self, i: int, x: Tensor, step: Step) -> Tensor:
-        return self.out(step.attention(i, self.qkv(x), self.qk_norm))
+    def __call__(self, i: int, x: Tensor, step: Step, residual: Tensor | None = None) -> Tensor:
+        """Attend in layer ``i``: ``[T, hidden]``, added to ``residual`` where given."""
+        return self.out(step.attention(i, self.qkv(x), self.qk_norm), residual)
 
 
 @attrs.frozen(eq=False)
@@ -83,5 +84,6 @@ class GatedMlp:
             Linear.load(weights, f"{prefix}.down_proj", s.hidden_size, s.intermediate_size, bias=bias),
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(ops.silu_mul(self.gate_up(x)))
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``[T, hidden]``, added to ``residual`` where given."""
+        return self.down(ops.silu_mul(self.gate_up(x)), residual)

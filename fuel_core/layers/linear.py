@@ -38,5 +38,6 @@ class Linear:
             biases.append(take_plain(weights, f"{name}.bias", (out,)) if bias else None)
         return cls(ops.product(matrices, biases))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``x [T, in]`` → ``[T, out]``, added to ``residual [T, out]`` where given."""
+        return self.product(x, residual)

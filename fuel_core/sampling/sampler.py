@@ -16,8 +16,7 @@ from fuel_core.sampling.state import SamplerState
 
 Outcome: TypeAlias = int | FuelError
 
-# In place of a token id, so that tokens and faults come to the host in one transfer.
-_NO_MAXIMUM = -1
+_NO_MAXIMUM = -1  # in place of a token id
 
 
 @torch.inference_mode()
@@ -42,24 +41,22 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[Outcome]:
         ModelContractError: shape or dtype of ``logits`` do not fit the states. Nothing is recorded.
     """
     _check_logits(logits, states)
-    tokens = ops.argmax(logits)  # [B]
-    peaks = logits.gather(1, tokens[:, None])[:, 0]  # [B]
+    tokens, peaks = ops.largest(logits)  # [B] each
     drawn = [row for row, state in enumerate(states) if not state.greedy and not state.adjusts]
     adjusted = [row for row, state in enumerate(states) if state.adjusts]
     if drawn:
         tokens[drawn] = _draw(take_rows(logits, drawn), [states[row] for row in drawn])
     if adjusted:
         tokens[adjusted] = _choose(take_rows(logits, adjusted).double(), [states[row] for row in adjusted])
-    ids, largest = torch.stack([tokens.double(), peaks.double()]).tolist()  # ids are exact in float64
-    return [_outcome(row, int(ids[row]), largest[row], state) for row, state in enumerate(states)]
+    rows = zip(tokens.tolist(), peaks.tolist(), states, strict=True)
+    return [_outcome(row, *each) for row, each in enumerate(rows)]
 
 
 def _choose(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     """Ids int64 ``[R]`` for float64 logits ``[R, V]``, which are overwritten."""
     _add_offsets(logits, states)
     _penalise(logits, states)
-    tokens = logits.argmax(-1)  # [R]
-    peaks = logits.gather(1, tokens[:, None])[:, 0]  # [R]
+    tokens, peaks = ops.largest(logits)  # [R] each
     drawn = [row for row, state in enumerate(states) if not state.greedy]
     if drawn:
         tokens[drawn] = _draw(take_rows(logits, drawn), [states[row] for row in drawn])

@@ -173,16 +173,24 @@ def test_the_engine_says_of_each_request_what_it_says_alone_to_the_bit(
 # --- the process
 
 
-@pytest.mark.parametrize("write", [write_directory, write_gguf])
-def test_a_loaded_model_says_the_same_on_both_kernels(write: Any, tmp_path: Path, native: ModuleType) -> None:
-    path = write(tmp_path / "tiny.gguf")
+def test_a_loaded_model_says_the_same_on_both_kernels(tmp_path: Path, native: ModuleType) -> None:
+    path = write_directory(tmp_path / "tiny")
     said = {}
     for kernels in ("native", "reference"):
         loaded = fuel.load(path, kernels=kernels, threads=2)
-        product = loaded.model.layers[0].mlp.down.product  # type: ignore[attr-defined]
-        assert isinstance(product, TiledProduct) == (kernels == "native")
+        assert is_tiled(loaded) == (kernels == "native")
         said[kernels] = [each.token_ids for each in fuel.generate(loaded, ["one", "two"], max_new_tokens=12)]
     assert said["native"] == said["reference"]
+
+
+def test_blocks_of_a_file_are_loaded_in_tiles(tmp_path: Path, native: ModuleType) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    assert is_tiled(fuel.load(path, kernels="native"))
+    assert not is_tiled(fuel.load(path, kernels="reference"))
+
+
+def is_tiled(loaded: Any) -> bool:
+    return isinstance(loaded.model.layers[0].mlp.down.product, TiledProduct)
 
 
 def test_a_model_keeps_its_kernels_products_when_others_are_installed(native: ModuleType) -> None:

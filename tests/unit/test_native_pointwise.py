@@ -123,41 +123,5 @@ def test_other_matrices_are_embedded_by_the_reference(name: str, native: ModuleT
     )
 
 
-# --- selection
-
-
-def selected(x: Tensor) -> Tensor:
-    out = torch.full((len(x),), -1)
-    _native.argmax(x.data_ptr(), *x.shape, out.data_ptr())
-    return out
-
-
-@every_isa
-@pytest.mark.parametrize("n", [1, 7, 8, 9, 33, 1000])
-def test_the_first_of_the_largest_is_selected(n: int, isa: str, native: ModuleType) -> None:
-    _native.use(isa)
-    x = draw(50, n)
-    assert torch.equal(selected(x), x.argmax(-1))
-    ties = (2 * x).round()
-    assert torch.equal(selected(ties), ties.argmax(-1))
-    assert torch.equal(selected(torch.full((2, n), -math.inf)), torch.zeros(2, dtype=torch.int64))
-    assert torch.equal(selected(-100 - x.abs()), (-100 - x.abs()).argmax(-1))
-
-
-@every_isa
-@pytest.mark.parametrize("other", [math.inf, -math.inf, 0.0])
-def test_a_nan_is_larger_than_all_and_an_infinity_than_all_numbers(
-    other: float, isa: str, native: ModuleType
-) -> None:
-    _native.use(isa)
-    for at in (0, 5, 16, 32):
-        x = draw(3, 33)
-        x[0, at], x[0, (at + 1) % 33], x[0, 20] = math.nan, math.inf, other
-        x[1, at] = math.inf
-        x[2] = -math.inf
-        x[2, at] = math.nan
-        assert torch.equal(selected(x), torch.tensor([at, at, at]))
-
-
 def test_the_formats_here_are_all_that_the_kernels_name() -> None:
     assert {*QUANTIZED, "F32", "BF16", "F16"} == {kind.name for kind in _native.Kind}

@@ -143,15 +143,31 @@ def test_the_largest_is_that_of_pytorch(isa: str) -> None:
         logits[3, vocab // 2] = torch.inf
         logits[4, vocab // 3 :] = torch.nan
         logits[5, -1] = torch.nan
-        assert torch.equal(native.argmax(logits), logits.argmax(-1)), vocab
+        ids, values = native.largest(logits)
+        assert torch.equal(ids, logits.argmax(-1)), vocab
+        expected = logits.gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@every_isa
+@pytest.mark.parametrize("other", [math.inf, -math.inf, 0.0])
+def test_a_nan_is_larger_than_all_and_an_infinity_than_all_numbers(other: float, isa: str) -> None:
+    _native.use(isa)
+    for at in (0, 5, 16, 32):
+        logits = logits_of(3, 33, at)
+        logits[0, at], logits[0, (at + 1) % 33], logits[0, 20] = math.nan, math.inf, other
+        logits[1, at] = math.inf
+        logits[2] = -math.inf
+        logits[2, at] = math.nan
+        assert torch.equal(native.largest(logits)[0], torch.tensor([at, at, at]))
 
 
 def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
     logits = logits_of(6, 50, 4)
     numbers = uniforms(6)
     turned = logits.T.contiguous().T
-    assert torch.equal(native.argmax(turned), logits.argmax(-1))
-    assert torch.equal(native.argmax(logits.double()), logits.argmax(-1))
+    assert torch.equal(native.largest(turned)[0], logits.argmax(-1))
+    assert torch.equal(native.largest(logits.double())[0], logits.argmax(-1))
     assert torch.equal(
         native.draw(turned, [params()] * 6, numbers), native.draw(logits, [params()] * 6, numbers)
     )

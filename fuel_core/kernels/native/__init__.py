@@ -24,10 +24,10 @@ __all__ = [
     "Arena",
     "TiledProduct",
     "arena",
-    "argmax",
     "attention",
     "draw",
     "embedding",
+    "largest",
     "paged_attention",
     "product",
     "rms_norm",
@@ -221,14 +221,14 @@ def _attend(
     return out
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The first of the largest of each row; see :func:`fuel_core.kernels.ops.argmax`."""
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row; see :func:`fuel_core.kernels.ops.largest`."""
     if not _takes(logits):
-        return reference.argmax(logits)
+        return reference.largest(logits)
     rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int64)
-    _native.argmax(logits.data_ptr(), rows, vocab, out.data_ptr())
-    return out
+    ids, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    _native.largest(logits.data_ptr(), rows, vocab, ids.data_ptr(), values.data_ptr())
+    return ids, values
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

@@ -41,22 +41,34 @@ class TiledProduct:
 
     matrix: _native.Matrix
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, in]`` → ``[T, out]`` in the dtype of ``x``, computed in float32.
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``x [T, in]`` → ``[T, out]`` in the dtype of ``x``, computed in float32, residual included.
 
         Raises:
-            ModelContractError: ``x`` has another shape; a kernel would read beyond it.
+            ModelContractError: ``x`` or ``residual`` has another shape; a kernel would read beyond it.
         """
-        if x.ndim != 2 or x.shape[1] != self.matrix.columns:
+        self._check("an input", x, len(x), self.matrix.columns)
+        wide, added = _plain(x), 0
+        out = empty(x.shape[0], self.matrix.rows)
+        if residual is not None:
+            self._check("a residual", residual, *out.shape)
+            residual = _plain(residual)
+            added = residual.data_ptr()
+        _native.linear(self.matrix, wide.data_ptr(), x.shape[0], added, out.data_ptr())
+        return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+    def _check(self, what: str, x: Tensor, rows: int, columns: int) -> None:
+        if x.shape != (rows, columns):
             raise ModelContractError(
-                f"an input {list(x.shape)} of a product",
-                needed=f"[T, {self.matrix.columns}]",
+                f"{what} {list(x.shape)} of a product",
+                needed=f"[{rows}, {columns}]",
                 remedy="give it the width that its weights were loaded with",
             )
-        wide = x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
-        out = empty(x.shape[0], self.matrix.rows)
-        _native.linear(self.matrix, wide.data_ptr(), x.shape[0], 0, out.data_ptr())
-        return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The same in float32, without gaps."""
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
 def tiled_product(weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]) -> Product:

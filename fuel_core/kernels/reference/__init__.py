@@ -4,14 +4,14 @@ from fuel_core.kernels.reference.attention import attention, paged_attention, ro
 from fuel_core.kernels.reference.linear import embedding, linear, product
 from fuel_core.kernels.reference.pointwise import rms_norm, silu_mul
 from fuel_core.kernels.reference.running import arena, set_threads
-from fuel_core.kernels.reference.selection import argmax, draw
+from fuel_core.kernels.reference.selection import draw, largest
 
 __all__ = [
     "arena",
-    "argmax",
     "attention",
     "draw",
     "embedding",
+    "largest",
     "linear",
     "paged_attention",
     "product",

@@ -42,10 +42,11 @@ class PlainProduct:
     weights: tuple[Tensor | QuantizedTensor, ...]
     biases: tuple[Tensor | None, ...]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, in]`` → ``[T, sum of outs]``."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``x [T, in]`` → ``[T, sum of outs]``, added to ``residual`` where given."""
         outs = [linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+        return out if residual is None else residual + out
 
 
 def product(weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]) -> Product:

@@ -48,9 +48,10 @@ class RowFilters:
         return cls(top_k, nucleus, *columns.unbind(0))
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The first of the largest of each row of ``[R, V]``, int64 ``[R]``; a NaN is larger than all."""
-    return logits.argmax(-1)
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`fuel_core.kernels.ops.largest`."""
+    values, ids = logits.max(-1)
+    return ids, values
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

@@ -46,8 +46,8 @@ class LlamaDecoder(Decoder):
     def layer(self, i: int, x: Tensor, step: Step) -> Tensor:
         """See :meth:`Decoder.layer`."""
         w = self.layers[i]
-        x = x + w.attention(i, ops.rms_norm(x, w.input_norm, self.eps), step)  # [T, hidden]
-        return x + w.mlp(ops.rms_norm(x, w.post_norm, self.eps))
+        x = w.attention(i, ops.rms_norm(x, w.input_norm, self.eps), step, residual=x)  # [T, hidden]
+        return w.mlp(ops.rms_norm(x, w.post_norm, self.eps), residual=x)
 
 
 def build(

@@ -74,8 +74,8 @@ class QwenDecoder(Decoder):
     def layer(self, i: int, x: Tensor, step: Step) -> Tensor:
         """See :meth:`Decoder.layer`."""
         w = self.layers[i]
-        x = x + w.attention(i, ops.rms_norm(x, w.input_norm, self.eps), step)  # [T, hidden]
-        return x + w.mlp(ops.rms_norm(x, w.post_norm, self.eps))
+        x = w.attention(i, ops.rms_norm(x, w.input_norm, self.eps), step, residual=x)  # [T, hidden]
+        return w.mlp(ops.rms_norm(x, w.post_norm, self.eps), residual=x)
 
 
 def build(weights: Weights, config: ConfigReader, variant: Variant, dtype: torch.dtype) -> QwenDecoder:

@@ -24,6 +24,6 @@ static void attend(Element element, const Attend& args) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels{FUEL_NAME, linear, rms_norm, silu_mul, write, attend, argmax, draw};
+const Kernels kernels{FUEL_NAME, linear, rms_norm, silu_mul, write, attend, largest_of_rows, draw};
 
 }  // namespace fuel::FUEL_ISA

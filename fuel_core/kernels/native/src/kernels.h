@@ -56,7 +56,7 @@ struct Kernels {
     void (*silu_mul)(const float* gate_up, int rows, int n, float* out);
     void (*write_kv)(Element, const Write&);
     void (*attention)(Element, const Attend&);
-    void (*argmax)(const float* x, int rows, int n, int64_t* out);
+    void (*largest)(const float* x, int rows, int n, int64_t* ids, float* values);
     void (*draw)(const Draw&, int64_t* out);
 };
 

@@ -134,9 +134,9 @@ void add(uintptr_t x, uintptr_t y, size_t n, uintptr_t out) {
     });
 }
 
-void argmax(uintptr_t x, int rows, int n, uintptr_t out) {
+void largest(uintptr_t x, int rows, int n, uintptr_t ids, uintptr_t values) {
     const nb::gil_scoped_release release;
-    chosen->argmax(at<const float>(x), rows, n, at<int64_t>(out));
+    chosen->largest(at<const float>(x), rows, n, at<int64_t>(ids), at<float>(values));
 }
 
 // columns [4][rows]: temperatures, top_p, min_p, uniforms.
@@ -229,7 +229,7 @@ NB_MODULE(_native, m) {
     m.def("rms_norm", rms_norm);
     m.def("silu_mul", silu_mul);
     m.def("add", add);
-    m.def("argmax", argmax);
+    m.def("largest", largest);
     m.def("draw", draw);
     m.def("write_kv", write_kv);
     m.def("attention", attention);

@@ -35,8 +35,12 @@ inline int64_t argmax_row(const float* x, int n) {
     return 0;
 }
 
-inline void argmax(const float* x, int rows, int n, int64_t* out) {
-    parallel_for(rows, [=](int row) { out[row] = argmax_row(x + size_t(row) * n, n); });
+inline void largest_of_rows(const float* x, int rows, int n, int64_t* ids, float* values) {
+    parallel_for(rows, [=](int row) {
+        const float* from = x + size_t(row) * n;
+        ids[row] = argmax_row(from, n);
+        values[row] = from[ids[row]];
+    });
 }
 
 // Doubles of one register: the compiler takes what is wider apart.
