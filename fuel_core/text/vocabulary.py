@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import attrs
+import numpy as np  # noqa: F401 - imported by the library itself, an interrupt in the midst of it would be lost
 import tokenizers
 
 from fuel_core.contracts.errors import CheckpointError, FuelError

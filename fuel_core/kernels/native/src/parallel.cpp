@@ -20,9 +20,9 @@ static inline void relax() {}
 namespace fuel {
 namespace {
 
-// Workers watch for a job this long before they sleep: longer than the gap between the calls of a step,
-// far shorter than a scheduler's slice.
-constexpr int kSpins = 2000;
+// Workers watch for a job this long, less than a millisecond, before they sleep: longer than what a step does between
+// its calls, shorter than a scheduler's slice.
+constexpr int kSpins = 20000;
 
 // The caller works too and waits only for those that have joined, so a worker that sleeps through a job,
 // or that a fork left behind, costs speed and nothing else.

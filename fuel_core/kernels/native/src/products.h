@@ -61,14 +61,14 @@ inline void quantize_block(const float* x, int8_t* q, InputScale& scale) {
         return;
     }
     const F inverse = set1(127 / largest_value);
-    alignas(64) float rounded[kBlock];
-    for (int i = 0; i < kBlock; i += W) store(rounded + i, round(mul(load(x + i), inverse)));
-    int low = 0, high = 0;
-    for (int i = 0; i < 16; i++) {
-        q[i] = int8_t(int(rounded[i])), q[i + 16] = int8_t(int(rounded[i + 16]));
-        low += int(rounded[i]), high += int(rounded[i + 16]);
+    F sums[2] = {zero(), zero()};  // of whole numbers, so in any order
+    for (int i = 0; i < kBlock; i += W) {
+        const F rounded = round(mul(load(x + i), inverse));
+        store_i8(q + i, rounded);
+        sums[i / 16] = add(sums[i / 16], rounded);
     }
-    scale = {d, d * float(low + high), d * float(low), d * float(high)};
+    const float low = sum(sums[0]), high = sum(sums[1]);
+    scale = {d, d * (low + high), d * low, d * high};
 }
 
 inline Input quantize(const float* x, int rows, int columns, Scratch& scratch) {
@@ -289,8 +289,8 @@ struct Output {
 };
 
 constexpr int kStage = 16 << 10;  // bytes of a tile that are unpacked at a time: half of a small first-level cache
-constexpr int kDirect = 2 * MR;   // rows of x for which unpacking again costs less than keeping what is unpacked
-constexpr int kRows = 96;         // rows of x that one unpacking serves: their bytes stay in the second-level cache
+constexpr int kDirect = 16;     // rows of x up to which unpacking again costs less than keeping what is unpacked
+constexpr int kRows = 192;         // rows of x that one unpacking serves: their bytes stay in the second-level cache
 
 template <class Format>
 void quantized_tile(const uint8_t* tile, const Input& x, int m, int column, int width, const Output& out) {

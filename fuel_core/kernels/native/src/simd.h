@@ -63,6 +63,8 @@ inline F load_i8(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 inline F to_float(I32 a) { return _mm512_cvtepi32_ps(a); }
+// Whole numbers of -128 to 127.
+inline void store_i8(int8_t* p, F a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
 // 2^n for integral n of -126 to 127.
 inline F pow2(F n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
@@ -136,6 +138,11 @@ inline F load_i8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 inline F to_float(I32 a) { return _mm256_cvtepi32_ps(a); }
+inline void store_i8(int8_t* p, F a) {
+    const __m256i wide = _mm256_cvtps_epi32(a);
+    const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(half, half));
+}
 inline F pow2(F n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
@@ -215,6 +222,9 @@ inline F load_bf16(const uint16_t* p) { return map([&](int i) { return wide_bf16
 inline F load_u8(const uint8_t* p) { return map([&](int i) { return float(p[i]); }); }
 inline F load_i8(const int8_t* p) { return map([&](int i) { return float(p[i]); }); }
 inline F to_float(I32 a) { return map([&](int i) { return float(a.at[i]); }); }
+inline void store_i8(int8_t* p, F a) {
+    for (int i = 0; i < W; i++) p[i] = int8_t(a.at[i]);
+}
 inline F pow2(F n) {
     return map([&](int i) { return n.at[i] == n.at[i] ? std::ldexp(1.0f, int(n.at[i])) : n.at[i]; });
 }
