@@ -78,7 +78,7 @@ def test_the_inputs_of_a_plan_stay_where_they_are() -> None:
         return [part.data_ptr() for part in tensors if not part.is_floating_point()]
 
     before = addresses()
-    assert len(before) == 6  # ids, positions, slots, block table, lengths, counts
+    assert len(before) == 7  # ids, positions and slots, and all three; block table, lengths, counts
     planned_rows(model, pool, session, TOKENS[5:20], holder)
     assert addresses() == before
 

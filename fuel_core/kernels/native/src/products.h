@@ -289,7 +289,7 @@ struct Output {
 };
 
 constexpr int kStage = 16 << 10;  // bytes of a tile that are unpacked at a time: half of a small first-level cache
-constexpr int kDirect = 16;     // rows of x up to which unpacking again costs less than keeping what is unpacked
+constexpr int kDirect = 16;        // rows of x up to which unpacking again costs less than keeping what is unpacked
 constexpr int kRows = 192;         // rows of x that one unpacking serves: their bytes stay in the second-level cache
 
 template <class Format>
