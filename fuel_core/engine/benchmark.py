@@ -180,6 +180,24 @@ class Sessions:
         self._rewind()
         return seconds
 
+    def time_kernels(self) -> list[tuple[str, int]]:
+        """The kernel calls of a step but for the head's, in order, with the nanoseconds that each took.
+
+        Raises:
+            InvalidRequestError: the kernels keep no recording of a step.
+        """
+        self._step(1)
+        for step in self._pool.plans.get(self._model, {}).values():
+            if step.recording is not None:
+                timed: list[tuple[str, int]] = step.recording.run_timed()
+                self._rewind()
+                return timed
+        raise InvalidRequestError(
+            "kernels that record no steps",
+            needed="recorded steps",
+            remedy="load the model with the native kernels",
+        )
+
     def _step(self, count: int) -> None:
         tokens = [0] * len(self._handles)
         for _ in range(count):

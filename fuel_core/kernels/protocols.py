@@ -24,6 +24,10 @@ class Recording(Protocol):
         """Make them again; the result is overwritten by the next run."""
         ...
 
+    def run_timed(self) -> list[tuple[str, int]]:
+        """Make them again; the kernel of each, in order, and the nanoseconds that it took."""
+        ...
+
 
 class Arena(Protocol):
     """Memory that recordings share."""
