@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from fuel_core.contracts import TokenizerData
 from fuel_core.contracts.errors import CheckpointError, FuelError, InvalidRequestError
-from fuel_core.text import chat
+from fuel_core.text import templates
 from fuel_core.weights.gguf import open_gguf
 
 qwen3_tokenizer_dir = support_text.qwen3_tokenizer_dir
@@ -233,7 +233,7 @@ def test_the_date_is_todays(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: datetime.tzinfo | None = None) -> Frozen:
             return cls(2021, 3, 4, tzinfo=tz)
 
-    monkeypatch.setattr(chat, "datetime", Frozen)
+    monkeypatch.setattr(templates, "datetime", Frozen)
     assert ours("{{ strftime_now('%d %b %Y') }}").render_chat([USER]) == "04 Mar 2021"
 
 

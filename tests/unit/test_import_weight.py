@@ -83,3 +83,8 @@ assert "torch" not in sys.modules
 made.load_model(toy, FakeCheckpoint(), device="cpu", dtype="torch.float32")
 """
     assert torch_after(code)
+
+
+def test_a_plain_prompt_needs_no_templates():
+    code = "import sys, fuel_core as fuel; fuel.load, fuel.generate; assert 'jinja2' not in sys.modules"
+    torch_after(code)
