@@ -8,7 +8,29 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fuel_core.contracts import FuelError, SamplingParams, hookimpl, hookspec
+from fuel_core.contracts import SamplingParams, hookimpl, hookspec
+from fuel_core.contracts.errors import (
+    BadBlockIndexError,
+    BadSpliceRangeError,
+    CapacityError,
+    CheckpointError,
+    DownloadError,
+    FuelError,
+    InvalidRequestError,
+    ModelContractError,
+    NonUniformStateError,
+    OffsetNotBlockAlignedError,
+    OutOfBlocksError,
+    PluginError,
+    PrefixMismatchError,
+    PrefixNotFullyFilledError,
+    PrefixTargetNotEmptyError,
+    SamplingError,
+    SessionNotResidentError,
+    UnknownPrefixError,
+    UnknownSessionError,
+    UnsupportedTierError,
+)
 
 if TYPE_CHECKING:
     from fuel_core.engine import (
@@ -31,13 +53,32 @@ _ENGINE = {"Completion", "Delta", "Engine", "Loaded", "Timing", "build_engine", 
 _ENGINE |= {"generate", "generate_async", "stream", "stream_async"}
 
 __all__ = [
+    "BadBlockIndexError",
+    "BadSpliceRangeError",
+    "CapacityError",
+    "CheckpointError",
     "Completion",
     "Delta",
+    "DownloadError",
     "Engine",
     "FuelError",
+    "InvalidRequestError",
     "Loaded",
+    "ModelContractError",
+    "NonUniformStateError",
+    "OffsetNotBlockAlignedError",
+    "OutOfBlocksError",
+    "PluginError",
+    "PrefixMismatchError",
+    "PrefixNotFullyFilledError",
+    "PrefixTargetNotEmptyError",
+    "SamplingError",
     "SamplingParams",
+    "SessionNotResidentError",
     "Timing",
+    "UnknownPrefixError",
+    "UnknownSessionError",
+    "UnsupportedTierError",
     "build_engine",
     "generate",
     "generate_async",
@@ -53,3 +94,7 @@ def __getattr__(name: str) -> Any:
     if name in _ENGINE:
         return getattr(import_module("fuel_core.engine"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 """An interrupt at any place of a step, and an engine in whose steps everything happens.
 
 It is raised where Python could raise one: at each line, call and return of the engine and of what it keeps
-books with. A call of the block pool's core is whole: what breaks off within it is not repaired.
+books with, the block pool's core among it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ WATCHED = {
         "engine/serving.py",
         "engine/sharing.py",
         "kv/device_pool.py",
+        "kv/growth.py",
+        "kv/ledger.py",
+        "kv/pool.py",
         "kv/prefix_index.py",
+        "kv/tables.py",
         "layers/paged.py",
         "sampling/sampler.py",
         "sampling/state.py",
@@ -41,7 +45,6 @@ WATCHED = {
     )
 }
 WATCHED.add(contextlib.__file__)
-WHOLE = {str(HOME / "kv" / name) for name in ("growth.py", "ledger.py", "pool.py", "tables.py")}
 
 
 class Interrupt:
@@ -71,12 +74,7 @@ class Interrupt:
         """Let go of it, as whoever goes on after an interrupt does."""
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        file = frame.f_code.co_filename
-        if file in WHOLE and not _is_generator(frame):
-            if frame.f_back is None or frame.f_back.f_code.co_filename in WHOLE:
-                return None
-            frame.f_trace_lines = False
-        elif file not in WATCHED:
+        if frame.f_code.co_filename not in WATCHED:
             return None
         return self._within(frame, event, arg)
 

@@ -9,13 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """``1 token``, ``2 tokens``; the ``plural`` where it is no ``s`` more."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 class FuelError(Exception):
     """The base of every error of ours.
 
-    Attributes: ``given``, ``needed`` and ``remedy`` (text), and each keyword figure under its name.
+    Attributes:
+        given: what was asked or found, as text.
+        needed: what would have been right.
+        remedy: what to do.
+        figures: the numbers and names of the case, each an attribute of its own too.
     """
 
     def __init__(self, given: str, *, needed: str, remedy: str, **figures: Any) -> None:
+        """Say what was ``given``, what was ``needed`` and what to do; ``figures`` become attributes."""
         self.given, self.needed, self.remedy, self.figures = given, needed, remedy, figures
         for name, value in figures.items():
             setattr(self, name, value)
@@ -55,15 +65,18 @@ class NonUniformStateError(FuelError):
 
 
 class UnknownSessionError(FuelError):
-    """A session id or handle that was never given out, or that has been reaped."""
+    """A session id or handle that was never given out, or whose session is gone. ``session`` is it."""
 
-    def __init__(self, session: object) -> None:
-        super().__init__(
-            f"session {session}",
-            needed="a live session",
-            remedy="use an id that add_session returned and reap_finished has not",
-            session=session,
-        )
+    session: object
+
+    def __init__(
+        self,
+        session: object,
+        *,
+        remedy: str = "use a handle that the pool's open() returned and discard() has not closed",
+    ) -> None:
+        """Refuse ``session``; the ``remedy`` names the calls of whoever gives such ids out."""
+        super().__init__(f"session {session}", needed="a live session", remedy=remedy, session=session)
 
 
 class CapacityError(FuelError):
@@ -76,11 +89,18 @@ class OutOfBlocksError(CapacityError):
     need: int
     have: int
 
-    def __init__(self, need: int, have: int) -> None:
+    def __init__(
+        self,
+        need: int,
+        have: int,
+        *,
+        remedy: str = "discard or evict sessions, release prefixes, or build the pool with more blocks",
+    ) -> None:
+        """Refuse ``need`` blocks where ``have`` are free; the ``remedy`` is for whoever asked."""
         super().__init__(
-            f"{need} KV blocks asked for, {have} free",
-            needed=f"at most {have}",
-            remedy="reap finished sessions, wait for others to finish, or raise the KV budget",
+            f"{counted(need, 'KV block')} asked for, {have or 'none'} free",
+            needed=counted(need, "free block"),
+            remedy=remedy,
             need=need,
             have=have,
         )
@@ -92,6 +112,7 @@ class SessionNotResidentError(FuelError):
     slot: int
 
     def __init__(self, slot: int) -> None:
+        """Name the ``slot``."""
         super().__init__(
             f"slot {slot}, whose block was evicted",
             needed="a resident block",
@@ -115,6 +136,7 @@ class OffsetNotBlockAlignedError(FuelError):
     block_size: int
 
     def __init__(self, offset: int, block_size: int) -> None:
+        """Name the ``offset``, in tokens, that is no multiple of ``block_size``."""
         super().__init__(
             f"whole blocks to append at token {offset}",
             needed=f"a multiple of {block_size}",
@@ -125,9 +147,12 @@ class OffsetNotBlockAlignedError(FuelError):
 
 
 class UnknownPrefixError(FuelError):
-    """A prefix id that was never given out, or that has been released."""
+    """A prefix id that was never given out, or that has been released. ``prefix`` is it."""
+
+    prefix: object
 
     def __init__(self, prefix: object) -> None:
+        """Refuse ``prefix``."""
         super().__init__(
             f"prefix {prefix}",
             needed="a registered prefix",

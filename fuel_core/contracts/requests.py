@@ -2,32 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from numbers import Integral
+from typing import Any
 
-from fuel_core.contracts.errors import InvalidRequestError
-from fuel_core.contracts.sampling import SamplingParams
+from fuel_core.contracts.errors import InvalidRequestError, counted
+from fuel_core.contracts.sampling import SamplingParams, is_ordered
 
 
 def check_tokens(ids: Sequence[object], vocab_size: int) -> None:
     """At least one id, each in ``[0, vocab_size)``.
 
     Raises:
-        InvalidRequestError: names the first offender and its place.
+        InvalidRequestError: no list of ids; of a list it names the first offender and its place.
     """
+    if not isinstance(ids, list | tuple):
+        ids = _listed(ids)
     if len(ids) == 0:
         raise InvalidRequestError(
             "a prompt of no tokens", needed="at least one token", remedy="give a longer prompt"
         )
     for place, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+            is_id = isinstance(token, Integral)
             raise InvalidRequestError(
                 f"token id {token!r} at position {place}",
                 needed=f"an id in [0, {vocab_size})",
-                remedy="use the tokenizer that belongs to this model",
+                remedy="use the tokenizer that belongs to this model" if is_id else _ENCODE,
                 token=token,
                 place=place,
             )
+
+
+_ENCODE = "encode text with the model's tokenizer, and chat messages with its encode_chat(messages)"
+
+
+def _listed(ids: object) -> list[object]:
+    if not is_ordered(ids) or not isinstance(ids, Collection):
+        raise InvalidRequestError(
+            f"a prompt of type {type(ids).__name__}", needed="a list of token ids", remedy=_ENCODE
+        )
+    return list(ids)
+
+
+def eos_set(eos_ids: Iterable[object]) -> frozenset[int]:
+    """The ids that end a session.
+
+    Raises:
+        InvalidRequestError: something else than token ids.
+    """
+    is_list = is_ordered(eos_ids) or isinstance(eos_ids, Set)
+    ids: list[Any] | None = list(eos_ids) if is_list else None
+    if ids is None or any(isinstance(token, bool) or not isinstance(token, Integral) for token in ids):
+        raise InvalidRequestError(
+            f"eos_ids = {eos_ids!r}",
+            needed="a collection of token ids, empty for none",
+            remedy="pass loaded.eos_ids, or a list of ids",
+        )
+    return frozenset(map(int, ids))
 
 
 def check_context(total: int, max_context: int | None) -> None:
@@ -38,7 +70,7 @@ def check_context(total: int, max_context: int | None) -> None:
     """
     if max_context is not None and total > max_context:
         raise InvalidRequestError(
-            f"{total} tokens of prompt and output",
+            f"{counted(total, 'token')} of prompt and output",
             needed=f"at most {max_context}, the model's context length",
             remedy="shorten the prompt or lower max_new_tokens",
             total=total,
@@ -63,6 +95,27 @@ def check_lengths(sampling: SamplingParams, max_new_tokens: int) -> None:
             f"min_new_tokens = {sampling.min_new_tokens}",
             needed=f"at most max_new_tokens = {max_new_tokens}",
             remedy="lower the one or raise the other",
+        )
+
+
+def check_sampling(sampling: object) -> None:
+    """Parameters that whoever takes ids and gives ids can follow.
+
+    Raises:
+        InvalidRequestError: no SamplingParams, or some with stop strings, which only a text can hold.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling of type {type(sampling).__name__}",
+            needed="SamplingParams",
+            remedy="pass SamplingParams(...)",
+        )
+    if sampling.stop:
+        raise InvalidRequestError(
+            f"stop = {sampling.stop!r}",
+            needed="no stop strings where sessions are of token ids",
+            remedy="pass them to fuel.generate or fuel.stream, or watch the text yourself and cancel",
+            parameter="stop",
         )
 
 
@@ -96,6 +149,7 @@ def check_request(
         InvalidRequestError: says what is wrong.
     """
     check_tokens(prompt, vocab_size)
+    check_sampling(sampling)
     check_lengths(sampling, max_new_tokens)
     check_bias(sampling, vocab_size)
     check_context(len(prompt) + max_new_tokens, max_context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from enum import Enum
 from typing import Any
 
@@ -58,10 +58,18 @@ def _integer(low: int, high: int) -> Any:
     return check
 
 
+def is_ordered(value: object) -> bool:
+    """Whether a value is a list of some kind: it has entries, in an order, and is no text."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | Mapping | Set):
+        return False
+    # An array without a dimension can be iterated by its type alone.
+    return bool(getattr(value, "ndim", 1) != 0)
+
+
 def _stop_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return tuple(value) if is_ordered(value) or isinstance(value, Set) else (value,)
 
 
 def _stop_texts(_: object, __: object, value: tuple[Any, ...]) -> None:
@@ -70,7 +78,7 @@ def _stop_texts(_: object, __: object, value: tuple[Any, ...]) -> None:
             raise InvalidRequestError(
                 f"stop = {value!r}",
                 needed="strings of at least one character",
-                remedy="drop the empty one",
+                remedy="pass one string, or a list of them, none empty",
                 parameter="stop",
             )
 
@@ -122,7 +130,8 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence among the generated tokens.
         logit_bias: token id -> number added to its logit; -inf bans it.
         seed: of the session's own generator; None draws one from the system.
-        stop: strings that end the text; no part of them is emitted.
+        stop: strings that end the text, for ``fuel.generate`` and its siblings, which emit no part of them. A
+            scheduler or an engine knows ids alone, and refuses them.
         min_new_tokens: neither EOS nor a stop string ends the session before this many tokens.
         ignore_eos: generate past EOS.
 

@@ -28,6 +28,8 @@ async def generate_async(
 ) -> list[Completion]:
     """:func:`generate`, awaited. Calls that share an ``engine`` run in its passes together.
 
+    A call that is cancelled ends its own prompts; they leave the engine when the pass that is running ends.
+
     Args:
         model: a loaded model, or a reference to load one by.
         prompts: texts or lists of token ids; one string is one prompt.
@@ -45,8 +47,9 @@ async def generate_async(
         leaves the others as they are.
 
     Raises:
-        InvalidRequestError: a prompt or parameter that cannot be served, before anything has run.
+        InvalidRequestError: a prompt or argument that cannot be served, before anything has run.
         CapacityError: a prompt that needs more KV memory than there is, before anything has run.
+        FuelError: as :func:`load`, where ``model`` is a reference.
     """
     deltas = stream_async(
         model,
@@ -75,12 +78,13 @@ async def stream_async(
 ) -> AsyncGenerator[Delta, None]:
     """:func:`stream`, asynchronously. A task that is cancelled ends its own prompts and no others.
 
-    A loop that may leave early closes it with :func:`contextlib.aclosing`, which ends all prompts at once.
+    They leave the engine when the pass that is running ends, and not before. A loop that may leave early
+    closes the stream with :func:`contextlib.aclosing`, which ends all its prompts in this way at once.
 
     Args: those of :func:`generate`.
 
     Raises:
-        InvalidRequestError, CapacityError: as :func:`stream`, at the first delta.
+        FuelError: as :func:`stream`, at the first delta.
     """
     start = partial(
         stream,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
+
+import attrs
 
 from fuel_core.contracts import RaggedDecodeModel, SamplingParams
 from fuel_core.contracts.errors import FuelError, InvalidRequestError
 from fuel_core.contracts.requests import check_request
+from fuel_core.contracts.sampling import is_ordered
 from fuel_core.engine.loading import Loaded, load
 from fuel_core.engine.output import Request
 from fuel_core.engine.results import Completion, Delta
 from fuel_core.engine.runs import ContiguousRun, PagedRun, blocks_of
+from fuel_core.engine.served import check_positive
 from fuel_core.engine.serving import Engine
 from fuel_core.engine.sizing import build_engine, parse_kv_memory
 
@@ -49,8 +53,9 @@ def generate(
         leaves the others as they are.
 
     Raises:
-        InvalidRequestError: a prompt or parameter that cannot be served, before anything has run.
+        InvalidRequestError: a prompt or argument that cannot be served, before anything has run.
         CapacityError: a prompt that needs more KV memory than there is, before anything has run.
+        FuelError: as :func:`load`, where ``model`` is a reference.
     """
     options = {"max_batch": max_batch, "scheduler": scheduler, "kv_memory": kv_memory, "engine": engine}
     deltas = stream(model, prompts, params, max_new_tokens=max_new_tokens, **options)  # type: ignore[arg-type]
@@ -74,9 +79,11 @@ def stream(
     Args: those of :func:`generate`.
 
     Raises:
-        InvalidRequestError, CapacityError: as :func:`generate`, when called, not when first iterated.
+        FuelError: as :func:`generate`, when called, not when first iterated.
     """
     asked = parse_kv_memory(kv_memory)  # also for an engine, which has its own
+    check_positive(max_batch=max_batch)
+    _check_choice(scheduler, engine)
     loaded = model if isinstance(model, Loaded) else load(model)
     requests = _requests(loaded, prompts, params, max_new_tokens)
     if not requests:
@@ -100,7 +107,7 @@ def _nothing() -> Generator[Delta, None, None]:
     yield from ()
 
 
-def _is_contiguous(scheduler: str, loaded: Loaded, engine: Engine | None) -> bool:
+def _check_choice(scheduler: str, engine: Engine | None) -> None:
     if scheduler not in ("auto", "paged", "contiguous"):
         raise InvalidRequestError(
             f"scheduler {scheduler!r}", needed="auto, paged or contiguous", remedy="choose one of them"
@@ -109,6 +116,15 @@ def _is_contiguous(scheduler: str, loaded: Loaded, engine: Engine | None) -> boo
         raise InvalidRequestError(
             "an engine for the contiguous scheduler", needed="one or the other", remedy="leave one out"
         )
+    if engine is not None and not isinstance(engine, Engine):
+        raise InvalidRequestError(
+            f"an engine of type {type(engine).__name__}",
+            needed="an Engine, or None",
+            remedy="make one with build_engine(loaded)",
+        )
+
+
+def _is_contiguous(scheduler: str, loaded: Loaded, engine: Engine | None) -> bool:
     pageable = isinstance(loaded.model, RaggedDecodeModel)
     return scheduler == "contiguous" or (scheduler == "auto" and not pageable and engine is None)
 
@@ -120,8 +136,9 @@ def _requests(
     max_new_tokens: int,
 ) -> list[Request]:
     """Tokenize and check every prompt before any of them runs."""
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(texts)
+    texts = [prompts] if isinstance(prompts, str) else _listed(prompts)
+    params = SamplingParams() if params is None else params
+    each = list(params) if isinstance(params, Sequence) else [params] * len(texts)
     for given in each:
         if not isinstance(given, SamplingParams):
             raise InvalidRequestError(
@@ -141,14 +158,28 @@ def _requests(
     ]
 
 
+_CHAT = "encode the messages of a chat first: [loaded.tokenizer.encode_chat(messages)] is one prompt"
+
+
+def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
+    if not is_ordered(prompts):
+        raise InvalidRequestError(
+            f"prompts of type {type(prompts).__name__}",
+            needed="a text, or a list of texts and of lists of token ids",
+            remedy=_CHAT if isinstance(prompts, Mapping) else "wrap it into a list of prompts",
+        )
+    return list(prompts)
+
+
 def _request(
     loaded: Loaded, index: int, count: int, prompt: Prompt, params: SamplingParams, max_new_tokens: int
 ) -> Request:
     try:
         tokens = _tokens(loaded, prompt)
+        sampling = attrs.evolve(params, stop=())
         check_request(
             tokens,
-            params,
+            sampling,
             max_new_tokens,
             vocab_size=loaded.model.vocab_size(),
             max_context=loaded.max_context,
@@ -162,7 +193,7 @@ def _request(
             remedy=error.remedy,
             **{**error.figures, "prompt_index": index},
         ) from error
-    return Request(index, tokens, params, max_new_tokens)
+    return Request(index, tokens, sampling, max_new_tokens, params.stop)
 
 
 def _tokens(loaded: Loaded, prompt: Prompt) -> list[int]:
@@ -173,10 +204,11 @@ def _tokens(loaded: Loaded, prompt: Prompt) -> list[int]:
             )
         return loaded.tokenizer.encode(prompt)
     ids = getattr(prompt, "tolist", lambda: prompt)()  # of an array or a tensor
-    if isinstance(ids, bytes) or not isinstance(ids, Sequence):
+    if isinstance(ids, bytes | bytearray) or not isinstance(ids, Sequence):
+        other = "wrap a single list of ids into a list of prompts, and decode bytes"
         raise InvalidRequestError(
             f"a prompt of type {type(prompt).__name__}",
             needed="a text, or a list of token ids",
-            remedy="wrap a single list of ids into a list of prompts, and decode bytes",
+            remedy=_CHAT if isinstance(ids, Mapping) else other,
         )
     return list(ids)

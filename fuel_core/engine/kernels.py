@@ -33,6 +33,8 @@ def choose_kernels(
         PluginError: they cannot be loaded.
     """
     check_threads(threads)
+    if not isinstance(kernels, str | None):
+        raise InvalidRequestError(f"kernels {kernels!r}", needed="a name, or None", remedy="see fuel doctor")
     serving = {name: b for name, b in registry.kernel_backends().items() if device.type in b.devices}
     if kernels:
         backend, reason = _named(kernels, serving, device, f"kernels {kernels!r}"), "asked for"

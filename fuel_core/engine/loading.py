@@ -32,7 +32,7 @@ class Loaded:
         max_context: the most tokens of prompt and output, or None.
         source: the file or directory.
         device, dtype: where it computes, and in what.
-        kv_dtype: in what a pool keeps its keys and values.
+        kv_dtype: in what the keys and values of sessions are kept.
     """
 
     model: DecodeModel = attrs.field(repr=False)
@@ -63,8 +63,9 @@ def load(
             alias.
         device: a torch device, or ``auto``: a GPU that the family serves, else the CPU.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, else a 16-bit one.
-        kv_dtype: of a pool's keys and values: one of the same names, or ``auto``: float16 with the native
-            kernels, where it is faster and as good, else ``dtype``. A session's own cache is in ``dtype``.
+        kv_dtype: of the keys and values that sessions keep, whichever scheduler runs them: one of the same
+            names, or ``auto``: float16 where the native kernels attend over them, faster and as well, else
+            ``dtype``.
         kernels: ``native``, ``reference`` or a plugin's; where None, what ``FUEL_KERNELS`` names, or the
             fastest there are. The process has one set for each type of device, that of the last load.
         threads: how many CPU threads compute, in the whole process; where None, one on each core. With the
@@ -72,23 +73,61 @@ def load(
         progress: called with (tensors read, tensors in all) while the weights load.
 
     Raises:
-        InvalidRequestError: a reference, device, dtype, kernels or threads that mean nothing.
+        InvalidRequestError: a reference, device, dtype, kernels, threads or progress that mean nothing.
         DownloadError: the model could not be fetched.
         CheckpointError: it is damaged, or of a kind that no installed family loads.
         PluginError: the plugin that should load it is missing or broken.
     """
     check_threads(threads)
+    _check_reference(ref)
+    _check_progress(progress)
+    named = device_named(str(device))
     path = registry.resolve(str(ref))
     checkpoint = registry.open_checkpoint(path)
     family = registry.family_for(checkpoint)
     tokenizer = _tokenizer(checkpoint)
-    where = _device(str(device), family)
+    where = _device(named, family)
     what = _dtype(str(dtype).removeprefix("torch."), where, family)
     chosen, _ = choose_kernels(where, kernels, threads)
-    cached = _kv_dtype(str(kv_dtype).removeprefix("torch."), what, chosen)
+    cached = _kv_dtype(str(kv_dtype).removeprefix("torch."), what, chosen, family)
     source = checkpoint if progress is None else _Reporting(checkpoint, progress)
     model = registry.load_model(family, source, device=where, dtype=what)
     return Loaded(model, tokenizer, family, tokenizer.eos_ids, model.max_context(), path, where, what, cached)
+
+
+def check_loaded(loaded: object) -> None:
+    """Refuse what :func:`load` has not returned.
+
+    Raises:
+        InvalidRequestError: something else; of a reference it says how to load it.
+    """
+    if not isinstance(loaded, Loaded):
+        is_ref = isinstance(loaded, str | Path)
+        raise InvalidRequestError(
+            f"{loaded!r} in place of a loaded model"
+            if is_ref
+            else f"a model of type {type(loaded).__name__}",
+            needed="what fuel.load returns",
+            remedy=f"pass fuel.load({str(loaded)!r})" if is_ref else "load it with fuel.load",
+        )
+
+
+def _check_reference(ref: object) -> None:
+    if not isinstance(ref, str | Path):
+        raise InvalidRequestError(
+            f"a model reference of type {type(ref).__name__}",
+            needed="a text or a Path",
+            remedy="name a file, a directory or an alias such as smollm2; what is loaded needs no loading",
+        )
+
+
+def _check_progress(progress: object) -> None:
+    if progress is not None and not callable(progress):
+        raise InvalidRequestError(
+            f"progress of type {type(progress).__name__}",
+            needed="a function of (tensors read, tensors in all)",
+            remedy="leave it out, or pass one",
+        )
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -104,21 +143,47 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         ) from error
 
 
-def _device(name: str, family: ModelFamily) -> torch.device:
+def device_named(name: str) -> torch.device | None:
+    """The device of a name; None for ``auto``.
+
+    Raises:
+        InvalidRequestError: this PyTorch does not see it.
+    """
     if name == "auto":
-        gpu = torch.cuda.is_available() and "cuda" in family.capabilities.devices
-        return torch.device("cuda" if gpu else "cpu")
+        return None
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except Exception as error:  # torch raises half a dozen kinds for a bad name and an absent device
         raise InvalidRequestError(
-            f"device {name!r}", needed="a device of this machine: auto, cpu or cuda", remedy="see fuel doctor"
+            f"device {name!r}", needed=_devices_here(), remedy="choose one of these" + _for_a_gpu()
         ) from error
+    return device
+
+
+def _devices_here() -> str:
+    """What this PyTorch can compute on, as a message needs it."""
+    build = f"PyTorch {torch.__version__}"
+    if gpus := torch.cuda.device_count():
+        return f"auto, cpu, cuda or cuda:0 to cuda:{gpus - 1}, which {build} sees"
+    return f"auto or cpu: {build} sees no GPU" if _has_gpu_code() else f"auto or cpu: {build} is a CPU build"
+
+
+def _for_a_gpu() -> str:
+    return "" if _has_gpu_code() else ", or install a build of PyTorch for your GPU"
+
+
+def _has_gpu_code() -> bool:
+    return torch.version.cuda is not None or torch.version.hip is not None
+
+
+def _device(device: torch.device | None, family: ModelFamily) -> torch.device:
     served = family.capabilities.devices
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() and "cuda" in served else "cpu")
     if device.type not in served:
         raise InvalidRequestError(
-            f"device {name!r}",
+            f"device {str(device)!r}",
             needed=f"one that the family {family.name} serves: {', '.join(served)}",
             remedy="choose one of them",
         )
@@ -136,9 +201,11 @@ def _dtype(name: str, device: torch.device, family: ModelFamily) -> torch.dtype:
     return dtype
 
 
-def _kv_dtype(name: str, dtype: torch.dtype, kernels: str) -> torch.dtype:
+def _kv_dtype(name: str, dtype: torch.dtype, kernels: str, family: ModelFamily) -> torch.dtype:
     if name == "auto":
-        return torch.float16 if kernels == "native" and dtype == torch.float32 else dtype
+        # A family without that tier may attend in a way of its own, which need not take another dtype.
+        native = kernels == "native" and "ragged" in family.capabilities.tiers
+        return torch.float16 if native and dtype == torch.float32 else dtype
     if name not in DTYPES:
         raise InvalidRequestError(
             f"KV dtype {name!r}", needed=f"auto, {', '.join(DTYPES)}", remedy="change it"

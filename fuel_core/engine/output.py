@@ -14,12 +14,21 @@ from fuel_core.text import Tokenizer
 
 @attrs.frozen
 class Request:
-    """One prompt, checked and tokenized."""
+    """One prompt, checked and tokenized.
+
+    Attributes:
+        index: which of the call's.
+        tokens: its ids.
+        params: how its session samples, without stop strings.
+        max_new_tokens: the most that it may generate.
+        stop: the strings that end its text, which are watched here.
+    """
 
     index: int
     tokens: list[int]
     params: SamplingParams
     max_new_tokens: int
+    stop: tuple[str, ...] = ()
 
 
 class Output:
@@ -35,7 +44,7 @@ class Output:
         self.stopped = False
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(continues=True)
-        self._stop = StopStrings(request.params.stop)
+        self._stop = StopStrings(request.stop)
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._clock = clock

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from fuel_core.contracts import RaggedBatch
+from fuel_core.contracts.errors import InvalidRequestError, counted
 from fuel_core.contracts.state import ModelDims
-from fuel_core.engine.loading import Loaded
-from fuel_core.engine.served import ragged
+from fuel_core.engine.loading import Loaded, check_loaded
+from fuel_core.engine.served import check_positive, ragged
 from fuel_core.kv import DeviceKvPool
 from fuel_core.kv.geometry import KvGeometry
 
@@ -30,7 +31,18 @@ def perplexity(
         token_ids: the text, at least ``2 * windows`` tokens.
         windows: how many are decoded together.
         kv_dtype: of the cached keys and values; ``loaded.kv_dtype`` where None.
+
+    Raises:
+        InvalidRequestError: no loaded model, less than one window, or too short a text for them.
     """
+    check_loaded(loaded)
+    check_positive(windows=windows)
+    if len(token_ids) < 2 * windows:
+        raise InvalidRequestError(
+            f"{counted(len(token_ids), 'token')} for {counted(windows, 'window')}",
+            needed="two tokens or more in each",
+            remedy="give a longer text, or ask for fewer windows",
+        )
     length = len(token_ids) // windows
     rows = torch.tensor(token_ids[: windows * length]).view(windows, length)  # [windows, length]
     model = ragged(loaded.model)

@@ -16,6 +16,7 @@ def repair(sessions: Collection[ServedSession], core: KvBlockPool, cached: set[S
     nothing; of the others one with a handle runs, one with an image is preempted, one with a parent is among
     its forks, and the rest wait. No handle is open but theirs and the ``cached`` ones.
     """
+    core.recount()
     for session in sessions:
         session.settle()
         session.forks, session.indexed = [], 0
@@ -49,7 +50,7 @@ def _rehome(session: ServedSession, old: SessionHandle, core: KvBlockPool) -> No
     traceback, and tidy up the old handle when that goes.
     """
     size = core.geometry.block_size
-    blocks = min(session.held, len(session.tokens) - 1) // size
+    blocks = min(session.held, core.filled_tokens(old), len(session.tokens) - 1) // size
     new = core.open()
     core.splice(old, new, 0, blocks)
     session.handle, session.held = new, blocks * size

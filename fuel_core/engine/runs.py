@@ -128,7 +128,7 @@ class ContiguousRun(Run):
         self._waiting = deque(requests)
         budget = _room_for_any(requests, max_batch)
         scheduler = SessionScheduler(
-            loaded.model, budget, policy=self._policy, device=loaded.device, dtype=loaded.dtype
+            loaded.model, budget, policy=self._policy, device=loaded.device, dtype=loaded.kv_dtype
         )
         super().__init__(loaded, scheduler, clock)
         self._contiguous = scheduler

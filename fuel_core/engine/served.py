@@ -12,7 +12,7 @@ from fuel_core.kv import SessionHandle
 from fuel_core.kv.device_pool import SessionImage
 from fuel_core.kv.prefix_index import PrefixStats
 from fuel_core.schedule.session import Session, SessionPhase
-from fuel_core.schedule.table import replay_sampler
+from fuel_core.schedule.table import check_model, replay_sampler
 
 
 class ServedSession(Session):
@@ -52,8 +52,8 @@ class ServedSession(Session):
         if self.finish_reason is not None:
             self.phase = SessionPhase.FINISHED
         elif self.new_tokens:
-            self.remaining = self.max_new_tokens - len(self.new_tokens) + 1
-            self.append(self.tokens.pop())
+            self.remaining = self.max_new_tokens - len(self.new_tokens)
+            self.proceed()
         if self.is_ready:
             replay_sampler(self)
 
@@ -79,8 +79,10 @@ def ragged(model: DecodeModel) -> RaggedDecodeModel:
     """The model as the engine uses it.
 
     Raises:
+        InvalidRequestError: something else than a model.
         UnsupportedTierError: it has no ragged tier.
     """
+    check_model(model)
     if not isinstance(model, RaggedDecodeModel):
         raise UnsupportedTierError(
             f"{type(model).__name__}, which has no ragged tier",
@@ -90,17 +92,26 @@ def ragged(model: DecodeModel) -> RaggedDecodeModel:
     return model
 
 
+def check_positive(**limits: object) -> None:
+    """Limits that leave room for something.
+
+    Raises:
+        InvalidRequestError: names the first that does not.
+    """
+    for name, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidRequestError(
+                f"{name} = {value!r}", needed="an integer of at least 1", remedy="change it"
+            )
+
+
 def check_limits(max_batch: int, token_budget: int, watermark: float = 0.0) -> None:
     """The limits of an engine.
 
     Raises:
         InvalidRequestError: names the first that is none.
     """
-    for name, value in (("max_batch", max_batch), ("token_budget", token_budget)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidRequestError(
-                f"{name} = {value!r}", needed="an integer of at least 1", remedy="raise it"
-            )
+    check_positive(max_batch=max_batch, token_budget=token_budget)
     if isinstance(watermark, bool) or not isinstance(watermark, int | float) or not 0 <= watermark < 1:
         raise InvalidRequestError(
             f"watermark = {watermark!r}", needed="a number in [0, 1)", remedy="change it"

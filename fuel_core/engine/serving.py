@@ -9,8 +9,8 @@ import attrs
 from torch import Tensor
 
 from fuel_core.contracts import DecodeModel, ModelDims, RaggedBatch, SamplingParams
-from fuel_core.contracts.errors import CapacityError, InvalidRequestError
-from fuel_core.contracts.requests import check_request
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError, counted
+from fuel_core.contracts.requests import check_request, eos_set
 from fuel_core.engine.admission import Admission, Batch
 from fuel_core.engine.served import ServedSession, check_limits, ragged
 from fuel_core.kv import DeviceKvPool
@@ -42,8 +42,10 @@ class Engine(Admission):
     Raises:
         UnsupportedTierError: the model has no ragged tier.
         NonUniformStateError, ModelContractError: its state is of another kind or shape than the pool's.
-        InvalidRequestError: a limit below 1, or a watermark outside [0, 1).
+        InvalidRequestError: a limit below 1, a watermark outside [0, 1), or an argument of another type.
     """
+
+    _unknown = "use an id that submit returned and that has not been reaped"
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Engine(Admission):
     ) -> None:
         check_limits(max_batch, token_budget, watermark)
         self._ragged = ragged(model)
+        _check_device_pool(pool)
         check_pool(pool, ModelDims.from_model(model), pool.device)
         super().__init__(model, pool, max_batch, watermark, namespace)
         self._token_budget = token_budget
@@ -97,14 +100,20 @@ class Engine(Admission):
     ) -> list[SessionId]:
         """Queue a request for ``n`` samples of a prompt, which share its blocks.
 
-        Where ``sampling`` has a seed, sample i has that seed plus i.
+        Args:
+            prompt: its ids.
+            sampling: how each samples; where it has a seed, sample i has that seed plus i. Stop strings are
+                refused, since a session is of ids: :func:`generate` watches the text for them.
+            eos_ids: ids of which any ends a sample; none by default, so pass ``loaded.eos_ids`` for a text.
+            max_new_tokens: the most that each may generate.
+            n: how many samples.
 
         Raises:
             InvalidRequestError: it could never be served, whatever else runs.
             CapacityError: it needs more blocks than the pool has. In both cases nothing has changed.
         """
         self.check(prompt, sampling, max_new_tokens, n)
-        options = {"eos_ids": frozenset(eos_ids), "max_new_tokens": max_new_tokens}
+        options = {"eos_ids": eos_set(eos_ids), "max_new_tokens": max_new_tokens}
         samples = [self._sample_of(i, prompt, sampling, **options) for i in range(n)]
         with self._whole():
             self._queue(samples[0], samples[1:])
@@ -131,7 +140,7 @@ class Engine(Admission):
         have = self.pool.geometry.num_blocks
         if need > have:
             raise CapacityError(
-                f"a request that needs {need} KV blocks",
+                f"a request that needs {counted(need, 'KV block')}",
                 needed=f"at most {have}, which is all there are",
                 remedy="lower max_new_tokens, shorten the prompt, or give more KV memory",
                 need=need,
@@ -151,8 +160,7 @@ class Engine(Admission):
         """Restore and admit what fits, then run one pass.
 
         A session that fails finishes with its error; no other is touched and nothing is raised. An interrupt
-        comes out, and the next call repairs what it has cut short: no token and no block is lost. That does
-        not hold inside a call of the pool's ``core``, whose counts are all that says whose a block is.
+        comes out, and the next call repairs what it has cut short: no token and no block is lost.
         """
         self._busy = False  # where an interrupt has left it set
         with self._whole():
@@ -243,3 +251,12 @@ class Engine(Admission):
         for session in complete:
             if not session.is_ready:
                 self._leave(session)
+
+
+def _check_device_pool(pool: object) -> None:
+    if not isinstance(pool, DeviceKvPool):
+        raise InvalidRequestError(
+            f"a pool of type {type(pool).__name__}",
+            needed="a DeviceKvPool",
+            remedy="make the engine with build_engine(loaded), which makes its pool too",
+        )

@@ -13,9 +13,9 @@ import attrs
 import torch
 
 from fuel_core.contracts import ModelDims, RaggedDecodeModel
-from fuel_core.contracts.errors import CapacityError, InvalidRequestError
-from fuel_core.engine.loading import Loaded
-from fuel_core.engine.served import check_limits, ragged
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError, counted
+from fuel_core.engine.loading import Loaded, check_loaded
+from fuel_core.engine.served import check_positive, ragged
 from fuel_core.engine.serving import Engine
 from fuel_core.kv import DeviceKvPool, KvBudget, KvGeometry, KvMemoryBudget
 from fuel_core.kv.residency import (
@@ -45,7 +45,7 @@ def build_engine(
     """An engine over a pool of its own.
 
     Args:
-        loaded: the model.
+        loaded: the model, as :func:`load` returned it.
         kv_memory: a number of bytes, ``2GiB``, ``500MB``, ``40%``: what is left of this share of the memory
             beside the model and its largest pass, or ``auto``: nearly all of it. The last is no more than
             ``max_batch`` sessions of the whole context can use.
@@ -54,12 +54,15 @@ def build_engine(
         max_blocks: the most blocks that are of use, where that is known.
 
     Raises:
-        InvalidRequestError: a ``kv_memory`` that is none of these, or a limit below 1.
+        InvalidRequestError: no loaded model, another ``kv_memory``, or a limit or size below 1.
         UnsupportedTierError: the model has no ragged tier.
         CapacityError: not one block fits, or a pass of ``token_budget`` tokens does not.
     """
+    check_loaded(loaded)
     asked = parse_kv_memory(kv_memory)
-    check_limits(max_batch, token_budget)
+    check_positive(max_batch=max_batch, token_budget=token_budget, block_size=block_size)
+    if max_blocks is not None:
+        check_positive(max_blocks=max_blocks)
     dims = ModelDims.from_model(ragged(loaded.model))
     one = geometry_of(dims, KvBudget(block_size, 1), loaded.kv_dtype)
     useful = _blocks_of_whole_contexts(loaded, max_batch, block_size) if max_blocks is None else max_blocks
@@ -184,7 +187,7 @@ def _fit_share(
 def _check_probe(probe: KvGeometry, tokens: int, memory: Memory) -> None:
     if _bytes_of(probe) > memory.free:
         raise CapacityError(
-            f"a pass of {tokens} tokens, whose keys and values take {_bytes_of(probe)} bytes",
+            f"a pass of {counted(tokens, 'token')}, whose keys and values take {_bytes_of(probe)} bytes",
             needed=f"at most {memory.free} bytes, which are free",
             remedy="lower token_budget, or free memory on the device",
             need=_bytes_of(probe),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fuel_core.contracts.errors import CapacityError, InvalidRequestError
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError, counted
 from fuel_core.contracts.state import ModelDims
-from fuel_core.kv.storage import allocated
+from fuel_core.kv.storage import allocated, check_dtype, device_of
 
 
 class KvCache:
@@ -18,6 +18,7 @@ class KvCache:
             leaves the cache as it was.
 
     Raises:
+        InvalidRequestError: no floating-point dtype, or no device of this machine.
         CapacityError: a size below 1, or more memory than there is.
     """
 
@@ -38,10 +39,11 @@ class KvCache:
                 needed="sizes of at least 1",
                 remedy="check the model's dimensions",
             )
+        check_dtype(dtype)
         self.dims = ModelDims(n_layers, n_kv_heads, head_dim)
         self.max_seq_len = max_seq_len
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = device_of(device)
         self.cached_len = 0
         self.k, self.v = (
             allocated(
@@ -60,7 +62,7 @@ class KvCache:
         """
         if not 0 <= n <= self.cached_len:
             raise InvalidRequestError(
-                f"truncate to {n} tokens",
+                f"truncate to {counted(n, 'token')}",
                 needed=f"a length in [0, {self.cached_len}]",
                 remedy="ask cached_len",
             )

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fuel_core.contracts.errors import InvalidRequestError
+from fuel_core.contracts.errors import InvalidRequestError, counted
 from fuel_core.kernels import ops
 from fuel_core.kv.eviction import Evicted, Fidelity, StateKind
 from fuel_core.kv.paging import PagedStorage, PageTable
@@ -73,6 +73,9 @@ class DeviceKvPool(PagedStorage):
     What copies bytes is all or nothing: where a copy fails, its error is raised and nothing has changed.
     """
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} over {self.core!r} in {self.dtype} on {self.device}>"
+
     def ensure_writable_block(self, session: SessionHandle, index: int) -> int:
         """The block of a session's slot, private: one that others share is copied first.
 
@@ -84,8 +87,8 @@ class DeviceKvPool(PagedStorage):
         """
         block = self.core.resident_block(session, index)
         if self.core.block_refcount(block) > 1:
-            with self.core.reserved(1) as [fresh]:
-                self.copy_block(block, fresh)
+            [fresh] = self.core.next_blocks(1)
+            self.copy_block(block, fresh)
             self.core.cow_break(session, index)
         return self.core.resident_block(session, index)
 
@@ -144,7 +147,7 @@ class DeviceKvPool(PagedStorage):
 
     def _empty_image(self, tokens: int) -> SessionImage:
         data = allocated(
-            f"the keys and values of {tokens} tokens on the host",
+            f"the keys and values of {counted(tokens, 'token')} on the host",
             "run fewer sessions at a time, or give the pool more blocks",
             lambda: torch.empty(self._image_shape(tokens), dtype=self.dtype),
         )
@@ -176,7 +179,7 @@ class DeviceKvPool(PagedStorage):
         if image.data.shape != needed or image.data.dtype != self.dtype:
             raise InvalidRequestError(
                 f"an image of shape {list(image.data.shape)} in {image.data.dtype}",
-                needed=f"{list(needed)} in {self.dtype}, for {image.tokens} tokens",
+                needed=f"{list(needed)} in {self.dtype}, for {counted(image.tokens, 'token')}",
                 remedy="swap it in where it was swapped out, or into a pool of that geometry",
             )
 

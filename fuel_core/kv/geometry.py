@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import attrs
 
-from fuel_core.contracts.errors import CapacityError
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 
 
 def _refuse(attribute: attrs.Attribute[Any], value: Any, needed: str) -> NoReturn:
@@ -106,6 +106,20 @@ class KvGeometry:
                 have=budget.kv_bytes,
             )
         return attrs.evolve(self, num_blocks=blocks)
+
+
+def check_geometry(geometry: object) -> None:
+    """What a pool is built from.
+
+    Raises:
+        InvalidRequestError: something else than a KvGeometry.
+    """
+    if not isinstance(geometry, KvGeometry):
+        raise InvalidRequestError(
+            f"a pool of {type(geometry).__name__}",
+            needed="a KvGeometry, which says how large a block is",
+            remedy="build one from the model's dimensions",
+        )
 
 
 @attrs.frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
@@ -31,23 +32,32 @@ class BlockLedger:
         """References to a block in ``[0, total)``."""
         return self._references[block] if block < len(self._references) else 0
 
+    def peek(self, count: int) -> array[int]:
+        """The next ``count`` to be taken, in order: those freed last, then the lowest unused.
+
+        Raises:
+            OutOfBlocksError: fewer are free.
+        """
+        if count > self.free:
+            raise OutOfBlocksError(count, self.free)
+        blocks = self._freed[max(0, len(self._freed) - count) :]
+        blocks.reverse()
+        used = len(self._references)
+        blocks.extend(range(used, used + count - len(blocks)))
+        return blocks
+
     def take(self, count: int) -> array[int]:
-        """``count`` free blocks, each with one reference now: those freed last, then the lowest unused.
+        """The blocks that :meth:`peek` gives, each with one reference now.
 
         Raises:
             OutOfBlocksError: fewer are free; nothing has changed.
         """
-        if count > self.free:
-            raise OutOfBlocksError(count, self.free)
-        kept = max(0, len(self._freed) - count)
-        blocks = self._freed[kept:]
-        blocks.reverse()
-        del self._freed[kept:]
-        for block in blocks:
+        blocks = self.peek(count)
+        again = min(count, len(self._freed))
+        del self._freed[len(self._freed) - again :]
+        for block in blocks[:again]:
             self._references[block] = 1
-        used, unused = len(self._references), count - len(blocks)
-        self._references.extend(repeat(1, unused))
-        blocks.extend(range(used, used + unused))
+        self._references.extend(repeat(1, count - again))
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -61,3 +71,10 @@ class BlockLedger:
             self._references[block] -= 1
             if not self._references[block]:
                 self._freed.append(block)
+
+    def recount(self, held: Iterable[int]) -> None:
+        """Count anew: ``held`` names a block once for each reference. Any other is free."""
+        counts = Counter(held)
+        used = range(max(counts, default=-1) + 1)
+        self._references = array("q", [counts[block] for block in used])
+        self._freed = array("q", [block for block in reversed(used) if not counts[block]])

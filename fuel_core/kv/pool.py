@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NewType
 from weakref import WeakSet
 
@@ -16,10 +16,11 @@ from fuel_core.contracts.errors import (
     PrefixNotFullyFilledError,
     PrefixTargetNotEmptyError,
     UnknownPrefixError,
+    counted,
 )
 from fuel_core.kv.eviction import Evicted, EvictReport, SessionHandle
 from fuel_core.kv.geometry import KvGeometry
-from fuel_core.kv.tables import EVICTED, BlockTable, SessionTables
+from fuel_core.kv.tables import EVICTED, BlockTable, SessionTables, check_whole
 
 __all__ = ["KvBlockPool", "PrefixId", "SessionHandle"]
 
@@ -47,6 +48,26 @@ class KvBlockPool(SessionTables):
         self._unspent: WeakSet[Evicted] = WeakSet()
         self._prefixes: dict[PrefixId, array[int]] = {}
         self._next_prefix = 0
+
+    def __repr__(self) -> str:
+        prefixes = counted(len(self._prefixes), "prefix", "prefixes")
+        return (
+            f"<{type(self).__name__}: {counted(self.geometry.num_blocks, 'block')} of "
+            f"{counted(self.geometry.block_size, 'token')}, {self.free_blocks} free; "
+            f"{counted(len(self._tables), 'session')}, {prefixes}>"
+        )
+
+    def recount(self) -> None:
+        """Make fills, counts and free blocks follow from the sessions' blocks and the prefixes again.
+
+        After an interrupt inside another call: what that had taken and given to nobody is free then, and a
+        session that it had taken blocks from, or given room without them, has the fewer tokens. It may be
+        interrupted too, and done again.
+        """
+        for table in self._tables.values():
+            table.settle(self.geometry.block_size)
+        holders = chain((table.blocks for table in self._tables.values()), self._prefixes.values())
+        self._ledger.recount(block for blocks in holders for block in blocks if block != EVICTED)
 
     # -- eviction --------------------------------------------------------------------------------
 
@@ -78,7 +99,7 @@ class KvBlockPool(SessionTables):
         slots = len(self._table(session).blocks)
         if not 0 <= start <= end <= slots:
             raise BadBlockIndexError(
-                f"slots [{start}, {end}) of a session with {slots} blocks",
+                f"slots [{start}, {end}) of a session with {counted(slots, 'block')}",
                 needed=f"a range in [0, {slots}]",
                 remedy="ask session_blocks()",
                 start=start,
@@ -159,7 +180,7 @@ class KvBlockPool(SessionTables):
         source, target = self._table(src), self._table(dst)
         if not 0 <= start <= end <= len(source.blocks):
             raise BadSpliceRangeError(
-                f"slots [{start}, {end}) of a session with {len(source.blocks)} blocks",
+                f"slots [{start}, {end}) of a session with {counted(len(source.blocks), 'block')}",
                 needed=f"a range in [0, {len(source.blocks)}]",
                 remedy="ask session_blocks()",
                 start=start,
@@ -204,13 +225,15 @@ class KvBlockPool(SessionTables):
         """Keep the blocks of the donor's first ``tokens`` alive, whatever becomes of the donor.
 
         Raises:
+            InvalidRequestError: ``tokens`` is no integer.
             PrefixNotFullyFilledError: not a positive multiple of the block size, or more than the donor has.
             SessionNotResidentError: one of the blocks was evicted.
         """
         table, size = self._table(donor), self.geometry.block_size
+        check_whole(tokens)
         if not 0 < tokens <= table.filled or tokens % size:
             raise PrefixNotFullyFilledError(
-                f"a prefix of {tokens} tokens of a session with {table.filled}",
+                f"a prefix of {counted(tokens, 'token')} of a session with {table.filled}",
                 needed=f"a positive multiple of {size} that the session has filled",
                 remedy="register fewer tokens, or after more are there",
                 tokens=tokens,
@@ -241,7 +264,7 @@ class KvBlockPool(SessionTables):
         blocks, table = self._prefix(prefix), self._table(dst)
         if table.filled:
             raise PrefixTargetNotEmptyError(
-                f"a prefix for a session with {table.filled} tokens",
+                f"a prefix for a session with {counted(table.filled, 'token')}",
                 needed="a session without any",
                 remedy="open another, or use alloc_shifted_prefix_slots",
                 filled=table.filled,
@@ -269,6 +292,7 @@ class KvBlockPool(SessionTables):
         return offset, list(zip(source, fresh, strict=True))
 
     def _prefix(self, prefix: PrefixId) -> array[int]:
-        if prefix not in self._prefixes:
-            raise UnknownPrefixError(prefix)
-        return self._prefixes[prefix]
+        try:
+            return self._prefixes[prefix]
+        except (KeyError, TypeError):  # what cannot be hashed is no id
+            raise UnknownPrefixError(prefix) from None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fuel_core.contracts.errors import CapacityError, InvalidRequestError
-from fuel_core.kv.geometry import KvGeometry
+from fuel_core.kv.geometry import KvGeometry, check_geometry
 
 _alloc_ids = itertools.count()
 
@@ -30,19 +30,22 @@ class BlockStorage:
         alloc_id: the identity of the buffers; no two storages of a process share one.
 
     Raises:
+        InvalidRequestError: no KvGeometry, no floating-point dtype, or no device of this machine.
         CapacityError: ``geometry.elem_size`` is not the dtype's, or there is no memory.
     """
 
     def __init__(
         self, geometry: KvGeometry, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
     ) -> None:
+        check_geometry(geometry)
+        check_dtype(dtype)
         if geometry.elem_size != dtype.itemsize:
             raise CapacityError(
                 f"a geometry of {geometry.elem_size} bytes per element for {dtype}",
                 needed=f"elem_size = {dtype.itemsize}",
                 remedy="build the geometry with dtype.itemsize",
             )
-        self.geometry, self.dtype, self.device = geometry, dtype, torch.device(device)
+        self.geometry, self.dtype, self.device = geometry, dtype, device_of(device)
         self.alloc_id = next(_alloc_ids)
         shape = (geometry.n_layers, 2, *self.pool_shape)
         self._buffers = allocated(
@@ -185,6 +188,37 @@ class BlockStorage:
     def _parts(self) -> Iterator[Tensor]:
         """K and V of each layer in turn."""
         return iter(self._buffers.flatten(0, 1))
+
+
+def check_dtype(dtype: object) -> None:
+    """A type that keys and values can be kept in.
+
+    Raises:
+        InvalidRequestError: it is no floating-point type of torch.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidRequestError(
+            f"keys and values in {dtype!r}",
+            needed="a floating-point torch.dtype",
+            remedy="pass torch.float32",
+        )
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """A device of this machine, by its name.
+
+    Raises:
+        InvalidRequestError: there is none of this name.
+    """
+    try:
+        torch.empty(0, device=device)
+        return torch.device(device)
+    except Exception as error:  # torch raises half a dozen kinds for a bad name and an absent device
+        raise InvalidRequestError(
+            f"device {str(device)!r}",
+            needed="a device of this machine: cpu or cuda",
+            remedy="see fuel doctor",
+        ) from error
 
 
 def allocated(what: str, remedy: str, make: Callable[[], Tensor]) -> Tensor:

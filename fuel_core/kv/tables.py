@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import attrs
 
@@ -13,9 +12,10 @@ from fuel_core.contracts.errors import (
     InvalidRequestError,
     SessionNotResidentError,
     UnknownSessionError,
+    counted,
 )
 from fuel_core.kv.eviction import Evicted, SessionHandle
-from fuel_core.kv.geometry import KvGeometry, PoolCapacity
+from fuel_core.kv.geometry import KvGeometry, PoolCapacity, check_geometry
 from fuel_core.kv.ledger import BlockLedger
 
 EVICTED = -1  # no block has this number
@@ -34,7 +34,7 @@ class BlockTable:
         for slot in slots:
             if not 0 <= slot < len(self.blocks):
                 raise BadBlockIndexError(
-                    f"slot {slot} of a session with {len(self.blocks)} blocks",
+                    f"slot {slot} of a session with {counted(len(self.blocks), 'block')}",
                     needed=f"an index in [0, {len(self.blocks)})",
                     remedy="ask session_blocks()",
                     index=slot,
@@ -45,6 +45,11 @@ class BlockTable:
         if self.evicted and EVICTED in (blocks := self.blocks[start:end]):
             raise SessionNotResidentError(start + blocks.index(EVICTED))
         return self.blocks[start:end]
+
+    def settle(self, block_size: int) -> None:
+        """Make blocks and fill of one length again, the shorter of the two, where a call was cut short."""
+        self.cut(-(-self.filled // block_size))
+        self.filled = min(self.filled, len(self.blocks) * block_size)
 
     def cut(self, slots: int) -> list[int]:
         """Drop all slots from ``slots`` on; the blocks that they held."""
@@ -62,12 +67,7 @@ class SessionTables:
     """
 
     def __init__(self, geometry: KvGeometry) -> None:
-        if not isinstance(geometry, KvGeometry):
-            raise InvalidRequestError(
-                f"a pool of {type(geometry).__name__}",
-                needed="a KvGeometry, which says how large a block is",
-                remedy="build one from the model's dimensions",
-            )
+        check_geometry(geometry)
         self.geometry = geometry
         self._ledger = BlockLedger(geometry.num_blocks)
         self._tables: dict[SessionHandle, BlockTable] = {}
@@ -131,20 +131,13 @@ class SessionTables:
         table = self._table(session)
         return self._growth(table, add) + (add > 0 and self._tail_is_shared(table))
 
-    @contextmanager
-    def reserved(self, count: int) -> Iterator[tuple[int, ...]]:
-        """``count`` free blocks to write to before anything refers to them.
-
-        After the body they are free again, and the next that the pool hands out, in this order.
+    def next_blocks(self, count: int) -> tuple[int, ...]:
+        """The free blocks that the pool hands out next, in this order. They may be written to before.
 
         Raises:
-            OutOfBlocksError: too few free blocks; nothing has changed.
+            OutOfBlocksError: too few free blocks.
         """
-        blocks = self._ledger.take(count)
-        try:
-            yield tuple(blocks)
-        finally:
-            self._ledger.drop(blocks)
+        return tuple(self._ledger.peek(count))
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -180,7 +173,7 @@ class SessionTables:
         check_tokens(tokens)
         if tokens > table.filled:
             raise InvalidRequestError(
-                f"truncate to {tokens} tokens",
+                f"truncate to {counted(tokens, 'token')}",
                 needed=f"a length in [0, {table.filled}]",
                 remedy="use append",
             )
@@ -221,9 +214,10 @@ class SessionTables:
         return table.resident(slot, slot + 1)[0]
 
     def _table(self, session: SessionHandle) -> BlockTable:
-        if session not in self._tables:
-            raise UnknownSessionError(session)
-        return self._tables[session]
+        try:
+            return self._tables[session]
+        except (KeyError, TypeError):  # what cannot be hashed is no handle
+            raise UnknownSessionError(session) from None
 
     def _growth(self, table: BlockTable, add: int) -> int:
         need = self.blocks_required(table.filled, add)
@@ -240,5 +234,12 @@ class SessionTables:
 
 def check_tokens(tokens: int) -> None:
     """Refuse what is no count of tokens."""
-    if not isinstance(tokens, int) or tokens < 0:
-        raise InvalidRequestError(f"{tokens!r} tokens", needed="0 or more, whole", remedy="mend the count")
+    check_whole(tokens)
+    if tokens < 0:
+        raise InvalidRequestError(f"{tokens} tokens", needed="0 or more", remedy="mend the count")
+
+
+def check_whole(tokens: object) -> None:
+    """Refuse what is no integer."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int):
+        raise InvalidRequestError(f"{tokens!r} tokens", needed="an integer", remedy="mend the count")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fuel_core.contracts.errors import PluginError
+from fuel_core.contracts.errors import CheckpointError, PluginError
 from fuel_core.registry.catalogue import Catalogue
 from fuel_core.registry.discovery import DISABLE, PluginInfo
 from fuel_core.registry.naming import nearest, normalize, one_line, one_of
@@ -35,13 +35,17 @@ def distribution_of(claim: Claim) -> str | None:
     return DISTRIBUTIONS.get(claim)
 
 
-def missing(catalogue: Catalogue, claim: Claim) -> PluginError:
-    """The error for a family or architecture that no admitted plugin has, chained to its likely cause."""
+def missing(catalogue: Catalogue, claim: Claim) -> PluginError | CheckpointError:
+    """The error for a family or architecture that no admitted plugin has, chained to its likely cause.
+
+    It is the checkpoint's where that asks for an architecture and every plugin has said what it brings.
+    """
     kind, name = claim
     known = [known_name for known_kind, known_name in catalogue.records if known_kind is kind]
     wanted = distribution_of(claim)
     broken = _broken(catalogue.plugins.values(), wanted)
-    error = PluginError(
+    of_checkpoint = kind is not Kind.FAMILY and not broken
+    error = (CheckpointError if of_checkpoint else PluginError)(
         f"no installed plugin has the {kind.value} {name!r}",
         needed=one_of(name, known, none="a plugin that brings it, and none is installed"),
         remedy="; ".join((*_remedies(catalogue, wanted), *map(_report, broken))),

@@ -92,8 +92,8 @@ class Registry:
         """The family that loads a checkpoint, by its format and architecture.
 
         Raises:
-            PluginError: as :meth:`family`, for the architecture.
-            CheckpointError: the family of this architecture does not load this format.
+            CheckpointError: no installed plugin has the architecture, or its family does not load the format.
+            PluginError: as :meth:`family`, where a plugin that failed may have it.
         """
         is_gguf = checkpoint.format == "gguf"
         kind = Kind.GGUF_ARCHITECTURE if is_gguf else Kind.ARCHITECTURE

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fuel_core.contracts.errors import (
+    InvalidRequestError,
     OutOfBlocksError,
     SessionNotResidentError,
     UnknownPrefixError,
@@ -24,10 +25,10 @@ from fuel_core.kv.geometry import KvBudget
 from fuel_core.kv.growth import JointGrowth
 from fuel_core.kv.pool import PrefixId
 from fuel_core.schedule.paged_session import PagedSession, check_begins
-from fuel_core.schedule.paged_table import PagedTable
+from fuel_core.schedule.paged_table import WAY_OUT, PagedTable
 from fuel_core.schedule.policy import Batched, StepReport, batches
 from fuel_core.schedule.session import SessionId, SessionPhase
-from fuel_core.schedule.table import geometry_of
+from fuel_core.schedule.table import check_model, geometry_of
 
 
 class PagedSessionScheduler(PagedTable):
@@ -35,7 +36,7 @@ class PagedSessionScheduler(PagedTable):
 
     Admission is optimistic: nothing is reserved, and only a prompt that the whole pool would not hold is
     refused. A session that the pool cannot grow finishes with OutOfBlocksError, and no other does. Prompts
-    are fed token by token.
+    are fed token by token. A finished session keeps its blocks until it is reaped: reap between steps.
 
     Args:
         model: the shared weights.
@@ -43,10 +44,10 @@ class PagedSessionScheduler(PagedTable):
         device, dtype: of the pool.
 
     Attributes:
-        plan: whether a session's decode step is built once or every time; may be changed at any time.
         pool: the sessions' keys and values.
 
     Raises:
+        InvalidRequestError: an argument of another type, or no device of this machine.
         UnsupportedTierError: the model has no paged tier.
         NonUniformStateError: the model's state is not uniform per-head KV.
         CapacityError: no memory for the pool.
@@ -60,6 +61,7 @@ class PagedSessionScheduler(PagedTable):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_model(model)
         if not isinstance(model, PagedDecodeModel):
             raise UnsupportedTierError(
                 f"{type(model).__name__}, which has no paged tier",
@@ -71,6 +73,25 @@ class PagedSessionScheduler(PagedTable):
         self._paged = model
         self.plan = PagedDecodePlan.PLAN_ONCE
         self._prefixes: dict[PrefixId, tuple[int, ...]] = {}
+
+    @property
+    def plan(self) -> PagedDecodePlan:
+        """Whether a session's decode step is built once or every time; it may be set at any time.
+
+        Raises:
+            InvalidRequestError: set to something else than a PagedDecodePlan.
+        """
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: PagedDecodePlan) -> None:
+        if not isinstance(plan, PagedDecodePlan):
+            raise InvalidRequestError(
+                f"plan = {plan!r}",
+                needed="PagedDecodePlan.PLAN_ONCE or PagedDecodePlan.REPLAN",
+                remedy="set one of them",
+            )
+        self._plan = plan
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -84,9 +105,15 @@ class PagedSessionScheduler(PagedTable):
     ) -> SessionId:
         """Take a session, without reserving anything for it.
 
+        Args:
+            prompt: its ids.
+            sampling: how it samples; stop strings are refused, since a session is of ids.
+            eos_ids: ids of which any ends it; none by default, so pass ``loaded.eos_ids`` for a text.
+            max_new_tokens: the most that it may generate.
+
         Raises:
-            InvalidRequestError: an empty prompt, no tokens to generate, an id outside the vocabulary, or more
-                tokens than the model's context.
+            InvalidRequestError: an empty prompt, no tokens to generate, an id outside the vocabulary, stop
+                strings, or more tokens than the model's context.
             CapacityError: the prompt alone needs more blocks than the pool has, free or not: ``need`` of
                 ``have``. In every case nothing has changed.
         """
@@ -104,6 +131,8 @@ class PagedSessionScheduler(PagedTable):
         max_new_tokens: int,
     ) -> SessionId:
         """Take a session whose prompt begins with a registered prefix, of which only the rest is fed.
+
+        Args: those of :meth:`add_session`, after the ``prefix`` that :meth:`register_prefix` gave.
 
         Raises:
             InvalidRequestError: as :meth:`add_session`, or a prompt with nothing after the prefix.
@@ -143,6 +172,7 @@ class PagedSessionScheduler(PagedTable):
 
         Raises:
             UnknownSessionError: there is no such session.
+            InvalidRequestError: ``n`` is no integer.
             PrefixNotFullyFilledError: not whole blocks, or not all of them filled.
             SessionNotResidentError: one of the prefix's blocks is evicted.
         """
@@ -162,9 +192,9 @@ class PagedSessionScheduler(PagedTable):
         del self._prefixes[prefix]
 
     def _prefix_tokens(self, prefix: PrefixId) -> tuple[int, ...]:
+        self.pool.core.prefix_blocks(prefix)  # refuses what was released through the pool
         if prefix not in self._prefixes:
             raise UnknownPrefixError(prefix)
-        self.pool.core.prefix_blocks(prefix)
         return self._prefixes[prefix]
 
     # -- the step ------------------------------------------------------------------------------
@@ -230,7 +260,7 @@ class PagedSessionScheduler(PagedTable):
             self.pool.core.session_block_table(session.handle)  # refuses what was evicted through the pool
             need, have = growth.cost(session.handle, 1), self.kv_free_blocks - growth.need
             if need > have:
-                raise OutOfBlocksError(need, have)
+                raise OutOfBlocksError(need, have, remedy=WAY_OUT)
         except (SessionNotResidentError, OutOfBlocksError) as error:
             self._fail([session], error, report)
             return False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fuel_core.contracts.errors import InvalidRequestError, PrefixMismatchError
+from fuel_core.contracts.errors import InvalidRequestError, PrefixMismatchError, counted
 from fuel_core.kv.device_pool import DeviceEvicted
 from fuel_core.kv.pool import SessionHandle
 from fuel_core.schedule.session import Session
@@ -44,7 +44,7 @@ def check_begins(prompt: Sequence[int], prefix: Sequence[int]) -> None:
             )
     if len(prompt) <= len(prefix):
         raise InvalidRequestError(
-            f"a prompt of {len(prompt)} tokens to share a prefix of {len(prefix)}",
+            f"a prompt of {counted(len(prompt), 'token')} to share a prefix of {len(prefix)}",
             needed="at least one token after the prefix",
             remedy="register a shorter prefix, or add the session without it",
         )

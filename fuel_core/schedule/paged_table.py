@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
-from fuel_core.contracts.errors import CapacityError, InvalidRequestError
+from fuel_core.contracts.errors import CapacityError, InvalidRequestError, OutOfBlocksError, counted
 from fuel_core.contracts.session import DecodeSession
 from fuel_core.contracts.tiers import PagedDecodeModel
 from fuel_core.kv.device_pool import DeviceKvPool
 from fuel_core.schedule.paged_session import PagedSession
+from fuel_core.schedule.policy import StepReport
 from fuel_core.schedule.session import SessionId
-from fuel_core.schedule.table import SessionTable
+from fuel_core.schedule.table import SessionTable, blocks_for, described
+
+WAY_OUT = (
+    "reap finished sessions, which keep their blocks until then, evict others, "
+    "or build the scheduler with more blocks"
+)
 
 
 class PagedTable(SessionTable[PagedSession]):
@@ -23,6 +32,13 @@ class PagedTable(SessionTable[PagedSession]):
     def __init__(self, model: PagedDecodeModel, pool: DeviceKvPool) -> None:
         super().__init__(model)
         self.pool = pool
+
+    def __repr__(self) -> str:
+        finished = sum(not session.is_ready for session in self._sessions.values())
+        suspended = sum(s.is_ready and s.suspended is not None for s in self._sessions.values())
+        running = len(self._sessions) - suspended - finished
+        capacity = self.pool.core.capacity()
+        return described(self, capacity, running=running, suspended=suspended, finished=finished)
 
     # -- what fits -----------------------------------------------------------------------------
 
@@ -39,17 +55,17 @@ class PagedTable(SessionTable[PagedSession]):
         stops early.
 
         Raises:
-            InvalidRequestError: a sum below 0.
+            InvalidRequestError: a negative count.
         """
-        return self.pool.core.blocks_required(0, prompt_len + max_new_tokens)
+        return blocks_for(self.pool.core, prompt_len, max_new_tokens)
 
     def _check_prompt_fits(self, length: int) -> None:
         """A prompt that the whole pool would hold; how much of it is free now does not matter."""
         need, have = self.kv_blocks_required(length, 0), self.pool.geometry.num_blocks
         if need > have:
             raise CapacityError(
-                f"a prompt of {length} tokens, which needs {need} KV blocks",
-                needed=f"at most {have} blocks, which is all there are",
+                f"a prompt of {counted(length, 'token')}, which needs {counted(need, 'KV block')}",
+                needed=f"at most {counted(have, 'block')}, all that there are",
                 remedy="shorten the prompt, or build the scheduler with more blocks",
                 need=need,
                 have=have,
@@ -81,7 +97,7 @@ class PagedTable(SessionTable[PagedSession]):
 
     def session_realize_count(self, id: SessionId) -> int | None:
         """How often a session's held plan was bound again: 0 right after its build, None without one."""
-        session = self._sessions.get(id)
+        session = self._known(id)
         held = session is not None and session.decode_session.plan is not None
         return session.decode_session.rebinds if session is not None and held else None
 
@@ -96,7 +112,7 @@ class PagedTable(SessionTable[PagedSession]):
 
     def take_captured_logits(self, id: SessionId) -> list[Tensor] | None:
         """What was captured, float32 ``[vocab]`` each, and stop; None where nothing is captured."""
-        session = self._sessions.get(id)
+        session = self._known(id)
         if session is None:
             return None
         captured, session.captured = session.captured, None
@@ -136,7 +152,8 @@ class PagedTable(SessionTable[PagedSession]):
             raise InvalidRequestError(
                 f"session {id}, which is not suspended", needed="a suspended session", remedy="evict it first"
             )
-        self.pool.restore(session.handle, session.suspended)
+        with _advised():
+            self.pool.restore(session.handle, session.suspended)
         session.suspended = None
 
     # -- what a table asks of its sessions -----------------------------------------------------
@@ -150,9 +167,21 @@ class PagedTable(SessionTable[PagedSession]):
     def _rewind(self, session: PagedSession, held: int) -> None:
         self.pool.core.truncate(session.handle, min(held, self._held(session)))
 
+    def _pass(self, sessions: list[PagedSession], forward: Callable[[], Tensor], report: StepReport) -> bool:
+        return super()._pass(sessions, _advised()(forward), report)
+
     def _can_advance(self, session: PagedSession) -> bool:
         return session.is_ready and session.suspended is None
 
     def _observe(self, session: PagedSession, logits: Tensor) -> None:
         if session.captured is not None:
             session.captured.append(logits.clone())
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Where the pool has too few blocks for the body, the error says what a scheduler's caller can do."""
+    try:
+        yield
+    except OutOfBlocksError as error:
+        raise OutOfBlocksError(error.need, error.have, remedy=WAY_OUT) from error

@@ -32,6 +32,20 @@ class Batched:
             )
 
 
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    if not isinstance(policy, RoundRobin | Batched):
+        raise InvalidRequestError(
+            f"policy = {policy!r}",
+            needed="RoundRobin() or Batched(max_batch)",
+            remedy="pass one of them, not its name or class",
+        )
+
+
 @attrs.define
 class StepReport:
     """What one step did.

@@ -13,9 +13,10 @@ from fuel_core.contracts.state import ModelDims
 from fuel_core.contracts.tiers import DecodeModel
 from fuel_core.kv.geometry import KvBudget, PoolCapacity
 from fuel_core.kv.pool import KvBlockPool, SessionHandle
-from fuel_core.schedule.policy import Batched, RoundRobin, StepReport, batches
+from fuel_core.kv.storage import device_of
+from fuel_core.schedule.policy import Batched, RoundRobin, StepReport, batches, check_policy
 from fuel_core.schedule.session import SessionId, SessionPhase, SessionState
-from fuel_core.schedule.table import SessionTable, geometry_of
+from fuel_core.schedule.table import SessionTable, blocks_for, check_model, described, geometry_of
 
 
 class SessionScheduler(SessionTable[SessionState]):
@@ -29,7 +30,10 @@ class SessionScheduler(SessionTable[SessionState]):
         policy: ``RoundRobin()`` or ``Batched(max_batch)``; may be changed at any time.
         device, dtype: of the sessions' caches.
 
+    A finished session keeps its blocks until it is reaped.
+
     Raises:
+        InvalidRequestError: an argument of another type, or no device of this machine.
         NonUniformStateError: the model's state is not uniform per-head KV.
     """
 
@@ -42,12 +46,32 @@ class SessionScheduler(SessionTable[SessionState]):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_model(model)
         self._dims = ModelDims.from_model(model)
         self._pool = KvBlockPool(geometry_of(self._dims, budget, dtype))
         super().__init__(model)
         self.policy = policy
-        self._device, self._dtype = torch.device(device), dtype
+        self._device, self._dtype = device_of(device), dtype
         self._handles: dict[SessionId, SessionHandle] = {}
+
+    def __repr__(self) -> str:
+        running = sum(session.is_ready for session in self._sessions.values())
+        finished = len(self._sessions) - running
+        return described(self, self.kv_capacity(), running=running, finished=finished)
+
+    @property
+    def policy(self) -> RoundRobin | Batched:
+        """How decoding sessions advance; it may be set to another at any time.
+
+        Raises:
+            InvalidRequestError: set to something else than a policy.
+        """
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: RoundRobin | Batched) -> None:
+        check_policy(policy)
+        self._policy = policy
 
     # -- capacity and cost ---------------------------------------------------------------------
 
@@ -66,8 +90,12 @@ class SessionScheduler(SessionTable[SessionState]):
         return self._pool.capacity()
 
     def kv_blocks_required(self, prompt_len: int, max_new_tokens: int) -> int:
-        """The blocks that :meth:`add_session` would reserve."""
-        return self._pool.blocks_required(0, prompt_len + max_new_tokens)
+        """The blocks that :meth:`add_session` would reserve.
+
+        Raises:
+            InvalidRequestError: a negative count.
+        """
+        return blocks_for(self._pool, prompt_len, max_new_tokens)
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -81,9 +109,15 @@ class SessionScheduler(SessionTable[SessionState]):
     ) -> SessionId:
         """Admit a session. A refusal takes no id and no block, and no cache is built for it.
 
+        Args:
+            prompt: its ids.
+            sampling: how it samples; stop strings are refused, since a session is of ids.
+            eos_ids: ids of which any ends it; none by default, so pass ``loaded.eos_ids`` for a text.
+            max_new_tokens: the most that it may generate.
+
         Raises:
-            InvalidRequestError: an empty prompt, no tokens to generate, an id outside the vocabulary, or more
-                tokens than the model's context.
+            InvalidRequestError: an empty prompt, no tokens to generate, an id outside the vocabulary, stop
+                strings, or more tokens than the model's context.
             OutOfBlocksError: it does not fit beside the sessions that are there.
             CapacityError: it fits the budget, and the machine has no memory for its cache.
         """
@@ -93,7 +127,7 @@ class SessionScheduler(SessionTable[SessionState]):
         )
         need = self.kv_blocks_required(len(prompt), max_new_tokens)
         if need > self.kv_free_blocks:
-            raise OutOfBlocksError(need, self.kv_free_blocks)
+            raise OutOfBlocksError(need, self.kv_free_blocks, remedy=self._way_out(need))
         session = SessionState(
             SessionId(self._next_id),
             self._dims,
@@ -109,6 +143,11 @@ class SessionScheduler(SessionTable[SessionState]):
         self._pool.append(handle, len(prompt) + max_new_tokens)
         self._handles[session.id] = handle
         return self._keep(session)
+
+    def _way_out(self, need: int) -> str:
+        if need > self._pool.geometry.num_blocks:
+            return "lower max_new_tokens, shorten the prompt, or build the scheduler with more blocks"
+        return "step until others finish and reap them: a finished session keeps its blocks until then"
 
     # -- the step ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import NewType
 import torch
 from torch import Tensor
 
-from fuel_core.contracts.requests import check_lengths, check_tokens
+from fuel_core.contracts.requests import check_lengths, check_sampling, check_tokens, eos_set
 from fuel_core.contracts.sampling import FinishReason, SamplingParams
 from fuel_core.contracts.session import DecodeSession
 from fuel_core.contracts.state import ModelDims
@@ -42,8 +42,8 @@ class Session:
         last_logits: float32 ``[vocab]`` waiting to be sampled, or None.
 
     Raises:
-        InvalidRequestError: an empty prompt, an id outside the vocabulary, or ``max_new_tokens`` below 1 or
-            below ``min_new_tokens``.
+        InvalidRequestError: an empty prompt, an id outside the vocabulary, stop strings, or
+            ``max_new_tokens`` below 1 or below ``min_new_tokens``.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Session:
         max_new_tokens: int,
     ) -> None:
         check_tokens(prompt, vocab_size)
+        check_sampling(sampling)
         check_lengths(sampling, max_new_tokens)
         self.id = id
         self.tokens = list(prompt)
@@ -64,7 +65,7 @@ class Session:
         self.phase = SessionPhase.PREFILL
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self.eos_ids = frozenset(eos_ids)
+        self.eos_ids = eos_set(eos_ids)
         self.remaining = max_new_tokens
         self.sampler = SamplerState(sampling, prompt, eos_ids=self.eos_ids, vocab_size=vocab_size)
         self.decode_session = DecodeSession()
@@ -104,7 +105,11 @@ class Session:
         """Take a sampled token, and finish at an EOS or when the budget is spent."""
         self.tokens.append(token)
         self.remaining -= 1
-        if token in self.eos_ids and not self.sampler.params.ignore_eos:
+        self.proceed()
+
+    def proceed(self) -> None:
+        """Be in the phase that follows from the last token, which was sampled, and from what remains."""
+        if self.tokens[-1] in self.eos_ids and not self.sampler.params.ignore_eos:
             self.finish(FinishReason.STOP)
         elif self.remaining == 0:
             self.finish(FinishReason.LENGTH)

@@ -12,11 +12,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from fuel_core.contracts.errors import InvalidRequestError, ModelContractError, UnknownSessionError
+from fuel_core.contracts.errors import InvalidRequestError, ModelContractError, UnknownSessionError, counted
 from fuel_core.contracts.sampling import FinishReason
 from fuel_core.contracts.state import ModelDims
 from fuel_core.contracts.tiers import DecodeModel
-from fuel_core.kv.geometry import KvBudget, KvGeometry
+from fuel_core.kv.geometry import KvBudget, KvGeometry, PoolCapacity
+from fuel_core.kv.pool import KvBlockPool
+from fuel_core.kv.storage import check_dtype
+from fuel_core.kv.tables import check_tokens
 from fuel_core.sampling import SamplerState, sample
 from fuel_core.schedule.policy import S, StepReport
 from fuel_core.schedule.session import Session, SessionId, SessionPhase
@@ -28,6 +31,8 @@ class SessionTable(ABC, Generic[S]):
     Attributes:
         lock: to be held by whoever calls anything here, where more than one thread does.
     """
+
+    _unknown = "use an id that add_session returned and that has not been reaped"
 
     def __init__(self, model: DecodeModel) -> None:
         self.lock = threading.RLock()
@@ -52,13 +57,20 @@ class SessionTable(ABC, Generic[S]):
         Raises:
             UnknownSessionError: there is none of this id.
         """
-        if id not in self._sessions:
-            raise UnknownSessionError(id)
-        return self._sessions[id]
+        session = self._known(id)
+        if session is None:
+            raise UnknownSessionError(id, remedy=self._unknown)
+        return session
+
+    def _known(self, id: SessionId) -> S | None:
+        try:
+            return self._sessions.get(id)
+        except TypeError:  # what cannot be hashed is no id
+            return None
 
     def session_new_tokens(self, id: SessionId) -> list[int] | None:
         """What a session has generated so far; None for an unknown id."""
-        session = self._sessions.get(id)
+        session = self._known(id)
         return None if session is None else session.new_tokens
 
     def cancel(self, id: SessionId) -> None:
@@ -190,18 +202,54 @@ def replay_sampler(session: Session) -> None:
     session.sampler = sampler
 
 
+def blocks_for(pool: KvBlockPool, prompt_len: int, max_new_tokens: int) -> int:
+    """The blocks of prompt and output together.
+
+    Raises:
+        InvalidRequestError: a negative count.
+    """
+    for count in (prompt_len, max_new_tokens):
+        check_tokens(count)
+    return pool.blocks_required(0, prompt_len + max_new_tokens)
+
+
+def described(table: SessionTable[S], capacity: PoolCapacity, **sessions: int) -> str:
+    """What a scheduler is, how many sessions of each kind it has, and how many blocks."""
+    standing = ", ".join(f"{count} {kind}" for kind, count in sessions.items())
+    return (
+        f"<{type(table).__name__} of {type(table._model).__name__}: {standing}; "
+        f"{counted(capacity.total_blocks, 'block')}, {capacity.free_blocks} free>"
+    )
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        InvalidRequestError: it is none; where it carries one, the remedy says so.
+    """
+    if not isinstance(model, DecodeModel):
+        carries = isinstance(getattr(model, "model", None), DecodeModel)
+        raise InvalidRequestError(
+            f"{type(model).__name__} in place of a model",
+            needed="a DecodeModel",
+            remedy="pass loaded.model" if carries else "load one with fuel.load, and pass its .model",
+        )
+
+
 def geometry_of(dims: ModelDims, budget: KvBudget, dtype: torch.dtype) -> KvGeometry:
     """The blocks of a budget, for a model's state in one element type.
 
     Raises:
-        InvalidRequestError: a type that is no floating-point type of torch.
+        InvalidRequestError: no budget, or a type that is no floating-point type of torch.
     """
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if not isinstance(budget, KvBudget):
         raise InvalidRequestError(
-            f"keys and values in {dtype!r}",
-            needed="a floating-point torch.dtype",
-            remedy="pass torch.float32",
+            f"a budget of type {type(budget).__name__}",
+            needed="a KvBudget",
+            remedy="pass KvBudget(block_size=16, num_blocks=...); the scheduler makes its own pool of it",
         )
+    check_dtype(dtype)
     return KvGeometry(
         n_layers=dims.n_layers,
         n_kv_heads=dims.n_kv_heads,

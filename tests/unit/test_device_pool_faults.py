@@ -282,20 +282,18 @@ def test_an_image_of_another_pool_is_taken_where_the_pool_is_alike_and_else_refu
         assert "[2, 2, 3, 4, 2, 8]" in str(caught.value)
 
 
-# --- blocks that are set aside
+# --- blocks that are written to before they are taken
 
 
-def test_blocks_that_were_set_aside_are_the_next_to_be_handed_out() -> None:
+def test_the_next_blocks_are_those_that_are_handed_out_next() -> None:
     pool = make_pool()
     scrawled(pool, 4)
     gone = scrawled(pool, 8)
     pool.core.discard(gone)
     before = drained(pool.core)
     for count in (0, 1, 5, 7):
-        with pool.core.reserved(count) as blocks:
-            assert blocks == before[:count]
-            assert pool.core.free_blocks == 7 - count
-            assert not set(drained(pool.core)) & set(blocks)
+        assert pool.core.next_blocks(count) == before[:count]
+        assert pool.core.free_blocks == 7
         assert drained(pool.core) == before
-    with untouched(pool, OutOfBlocksError), pool.core.reserved(8):
-        raise AssertionError("there are not as many")
+    with untouched(pool, OutOfBlocksError):
+        pool.core.next_blocks(8)

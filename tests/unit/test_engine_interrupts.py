@@ -34,7 +34,7 @@ def test_the_steps_are_those_in_which_everything_happens() -> None:
     assert {reason for _, reason in whole} == {FinishReason.STOP, FinishReason.LENGTH}
     files = Counter(file for places in steps for file, _, _ in places)
     assert set(files) >= {Path(name).name for name in WATCHED} - {"repair.py"}
-    assert set(files) >= {"pool.py", "tables.py"}
+    assert set(files) >= {"ledger.py", "pool.py", "tables.py"}
 
 
 # --- negative controls

@@ -168,3 +168,16 @@ def test_what_is_cancelled_in_a_pass_stays_so_whatever_is_interrupted_after_it()
             assert [reason for _, reason in said(engine)] == [reason for _, reason in whole], number
             assert said(engine)[1] == whole[1]
             drain(engine)
+
+
+def test_no_token_is_lost_where_what_follows_from_the_tokens_is_cut_short() -> None:
+    engine, number, is_cut = crowded(), 0, True
+    run_steps(engine, 2)
+    [session] = [each for each in engine._sessions.values() if each.is_ready and each.new_tokens][:1]
+    whole = list(session.tokens)
+    while is_cut:
+        is_cut = Interrupt(number).during(session.settle)
+        assert session.tokens == whole
+        number += 1
+    assert number > 4
+    assert (session.remaining, session.is_ready) == (session.max_new_tokens - len(session.new_tokens), True)

@@ -104,15 +104,15 @@ def test_a_pool_is_in_the_type_that_keys_and_values_were_asked_for(loaded: Loade
         ({"max_batch": -1}, "max_batch"),
         ({"max_batch": "8"}, "max_batch"),
         ({"token_budget": 0}, "token_budget"),
-        ({"max_blocks": 0}, "num_blocks"),
-        ({"max_blocks": -2}, "num_blocks"),
+        ({"max_blocks": 0}, "max_blocks"),
+        ({"max_blocks": -2}, "max_blocks"),
     ],
     ids=str,
 )
 def test_a_limit_that_is_none_is_refused_by_its_name(
     loaded: Loaded, options: dict[str, object], said: str
 ) -> None:
-    with pytest.raises(FuelError, match=said):
+    with pytest.raises(InvalidRequestError, match=said):
         build_engine(loaded, **options)  # type: ignore[arg-type]
 
 

@@ -112,7 +112,7 @@ def test_the_architectures_of_one_format_are_not_those_of_the_other():
     made = registry(entry(plugin(family(**BOTH))))
     assert made.family_for(FakeCheckpoint("toy", "gguf")).name == "toy"
     for architecture, form in (("toy", "safetensors"), ("ToyForCausalLM", "gguf")):
-        with pytest.raises(PluginError, match=architecture):
+        with pytest.raises(CheckpointError, match=architecture):
             made.family_for(FakeCheckpoint(architecture, form))
 
 
@@ -124,8 +124,20 @@ def test_a_family_that_does_not_load_the_format_is_refused():
 
 def test_an_unknown_architecture_is_refused_by_name_with_all_that_are_known():
     made = registry(entry(plugin(family(**BOTH))))
-    with pytest.raises(PluginError, match=r"'TojForCausalLM'; needed: one of ToyForCausalLM \(nearest"):
+    with pytest.raises(CheckpointError, match=r"'TojForCausalLM'; needed: one of ToyForCausalLM \(nearest"):
         made.family_for(FakeCheckpoint("TojForCausalLM"))
+
+
+def test_an_unknown_architecture_is_the_checkpoints_fault_unless_a_plugin_that_failed_may_have_it():
+    sound = registry(entry(plugin(family(**BOTH))))
+    with pytest.raises(CheckpointError) as caught:
+        sound.family_for(FakeCheckpoint("TojForCausalLM"))
+    assert (caught.value.nearest, caught.value.broken) == ("ToyForCausalLM", ())
+    with pytest.raises(PluginError):
+        sound.family("toj")  # no checkpoint is at fault where a family is asked for by name
+    broken = registry(entry(plugin(family(**BOTH))), entry(ImportError("gone"), "one"))
+    with pytest.raises(PluginError, match="ImportError: gone"):
+        broken.family_for(FakeCheckpoint("TojForCausalLM"))
 
 
 @pytest.mark.parametrize(
