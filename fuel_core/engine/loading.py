@@ -14,6 +14,7 @@ from fuel_core import registry
 from fuel_core.contracts import DTYPES, Checkpoint, DecodeModel, ModelFamily, QuantizedTensor
 from fuel_core.contracts.errors import CheckpointError, FuelError, InvalidRequestError
 from fuel_core.engine.kernels import check_threads, choose_kernels
+from fuel_core.kv.storage import device_of
 from fuel_core.registry.naming import one_line
 from fuel_core.text import Tokenizer, build_tokenizer
 
@@ -152,13 +153,11 @@ def device_named(name: str) -> torch.device | None:
     if name == "auto":
         return None
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except Exception as error:  # torch raises half a dozen kinds for a bad name and an absent device
+        return device_of(name)
+    except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"device {name!r}", needed=_devices_here(), remedy="choose one of these" + _for_a_gpu()
+            error.given, needed=_devices_here(), remedy="choose one of these" + _for_a_gpu()
         ) from error
-    return device
 
 
 def _devices_here() -> str:

@@ -13,7 +13,8 @@ import attrs
 import torch
 
 from fuel_core.contracts import ModelDims, RaggedDecodeModel
-from fuel_core.contracts.errors import CapacityError, InvalidRequestError, counted
+from fuel_core.contracts.errors import CapacityError, counted
+from fuel_core.contracts.memory import parse_kv_memory
 from fuel_core.engine.loading import Loaded, check_loaded
 from fuel_core.engine.served import check_positive, ragged
 from fuel_core.engine.serving import Engine
@@ -28,9 +29,8 @@ from fuel_core.schedule.table import geometry_of
 
 Measure: TypeAlias = Callable[[RaggedDecodeModel, DeviceKvPool, int], ResidencyReport]
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,15})?)"
 _AUTO_SHARE = 0.9
+_SMALLER_PASS = "lower token_budget, or max_batch where that is larger"
 
 
 def build_engine(
@@ -46,7 +46,7 @@ def build_engine(
 
     Args:
         loaded: the model, as :func:`load` returned it.
-        kv_memory: a number of bytes, ``2GiB``, ``500MB``, ``40%``: what is left of this share of the memory
+        kv_memory: a number of bytes, ``2GiB``, ``500M``, ``40%``: what is left of this share of the memory
             beside the model and its largest pass, or ``auto``: nearly all of it. The last is no more than
             ``max_batch`` sessions of the whole context can use.
         max_batch, token_budget: see :class:`Engine`.
@@ -81,40 +81,6 @@ def build_engine(
 
 def _blocks_of_whole_contexts(loaded: Loaded, max_batch: int, block_size: int) -> int | None:
     return None if loaded.max_context is None else max_batch * -(-loaded.max_context // block_size)
-
-
-# -- what is asked for -----------------------------------------------------------------------------
-
-
-def parse_kv_memory(kv_memory: str | int) -> int | float | None:
-    """What ``kv_memory`` asks for: an integer of bytes, a share of the memory in (0, 1], or None for auto.
-
-    Raises:
-        InvalidRequestError: it is none of these.
-    """
-    asked: int | float | None
-    text = str(kv_memory).strip().upper()
-    if isinstance(kv_memory, int) and not isinstance(kv_memory, bool):
-        asked = kv_memory
-    elif match := re.fullmatch(rf"{_NUMBER} ?(B|[KMG]I?B)", text):
-        asked = int(float(match[1]) * _UNITS[match[2]])
-    elif match := re.fullmatch(rf"{_NUMBER} ?%", text):
-        asked = float(match[1]) / 100
-    elif text == "AUTO":
-        return None
-    else:
-        raise _bad(kv_memory)
-    if asked <= 0 or (isinstance(asked, float) and asked > 1):
-        raise _bad(kv_memory)
-    return asked
-
-
-def _bad(kv_memory: object) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"KV memory {kv_memory!r}",
-        needed="a size such as 2GiB or 500MB, a number of bytes, a share such as 40%, or auto",
-        remedy="write one of these",
-    )
 
 
 # -- what fits -------------------------------------------------------------------------------------
@@ -181,15 +147,25 @@ def _fit_share(
     taken = max(0, report.peak_bytes - memory.resident - _bytes_of(probe))
     missing = -(-taken * (pass_tokens - tokens) // tokens)
     report = attrs.evolve(report, peak_bytes=report.peak_bytes + missing)
-    return fit_geometry_from_residency(template, report, probe, memory.free + memory.owned, share)
+    try:
+        return fit_geometry_from_residency(template, report, probe, memory.free + memory.owned, share)
+    except CapacityError as error:
+        raise CapacityError(
+            f"{error.given} beside the model and a pass of {counted(pass_tokens, 'token')}",
+            needed=error.needed,
+            remedy=f"give more KV memory, free some on the device, or {_SMALLER_PASS}",
+            **error.figures,
+        ) from error
 
 
 def _check_probe(probe: KvGeometry, tokens: int, memory: Memory) -> None:
     if _bytes_of(probe) > memory.free:
+        is_block = probe.block_size > tokens
+        what = f"a {'block' if is_block else 'pass'} of {counted(max(tokens, probe.block_size), 'token')}"
         raise CapacityError(
-            f"a pass of {counted(tokens, 'token')}, whose keys and values take {_bytes_of(probe)} bytes",
+            f"{what}, whose keys and values take {_bytes_of(probe)} bytes",
             needed=f"at most {memory.free} bytes, which are free",
-            remedy="lower token_budget, or free memory on the device",
+            remedy=f"free memory on the device, or {'lower block_size' if is_block else _SMALLER_PASS}",
             need=_bytes_of(probe),
             have=memory.free,
         )

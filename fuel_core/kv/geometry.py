@@ -100,8 +100,8 @@ class KvGeometry:
             raise CapacityError(
                 f"{budget.kv_bytes} bytes for KV blocks",
                 needed=f"{self.block_bytes} bytes, the size of one block",
-                remedy="give more KV memory, or free some on the device: what else runs there may do with "
-                "a shorter context or fewer sessions",
+                remedy="give more KV memory; where the device has no more, stop what else runs there, or run "
+                "it with a shorter context or fewer sessions",
                 need=self.block_bytes,
                 have=budget.kv_bytes,
             )

@@ -45,8 +45,9 @@ def missing(catalogue: Catalogue, claim: Claim) -> PluginError | CheckpointError
     wanted = distribution_of(claim)
     broken = _broken(catalogue.plugins.values(), wanted)
     of_checkpoint = kind is not Kind.FAMILY and not broken
+    switched_off = _switched_off(catalogue.plugins.values(), wanted)
     error = (CheckpointError if of_checkpoint else PluginError)(
-        f"no installed plugin has the {kind.value} {name!r}",
+        switched_off or f"no installed plugin has the {kind.value} {name!r}",
         needed=one_of(name, known, none="a plugin that brings it, and none is installed"),
         remedy="; ".join((*_remedies(catalogue, wanted), *map(_report, broken))),
         name=name,
@@ -72,6 +73,14 @@ def refused(claim: Claim, info: PluginInfo) -> PluginError:
     )
     error.__cause__ = info.error
     return error
+
+
+def _switched_off(plugins: Iterable[PluginInfo], wanted: str | None) -> str | None:
+    """Says that the wanted distribution is switched off, where it is."""
+    for info in plugins:
+        if info.disabled and normalize(info.distribution) == wanted:
+            return f"{DISABLE} switches {wanted} off (its plugin {info.name})"
+    return None
 
 
 def _broken(plugins: Iterable[PluginInfo], wanted: str | None) -> list[PluginInfo]:

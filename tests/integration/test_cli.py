@@ -264,23 +264,23 @@ def test_loading_shows_progress_on_a_terminal_and_nothing_in_a_pipe(model: Path)
 
 USAGE = {
     "no model": (["generate"], "missing argument"),
-    "no prompt": (["generate", "{model}"], "give either a prompt"),
-    "two sources": (["generate", "{model}", "x", "--prompts-file", "y"], "give either a prompt"),
+    "no prompt": (["generate", "{model}"], "--prompts-file - is standard input"),
+    "two sources": (["generate", "{model}", "x", "--prompts-file", "y"], "a prompt or --prompts-file"),
     "unknown option": (["generate", "{model}", "x", "--warp"], "no such option"),
     "unknown command": (["genrate"], "no such command"),
     "not a number": (["generate", "{model}", "x", "--top-k", "many"], "top-k"),
     "empty prompt": (["generate", "{model}", ""], "empty prompt"),
-    "no new tokens": (["generate", "{model}", "x", "--max-new-tokens", "0"], "max_new_tokens = 0"),
+    "no new tokens": (["generate", "{model}", "x", "--max-new-tokens", "0"], "--max-new-tokens 0;"),
     "too long": (["generate", "{model}", "x", "--max-new-tokens", "127"], "at most 128"),
-    "temperature": (["generate", "{model}", "x", "--temperature", "-1"], "temperature = -1"),
-    "temperature nan": (["generate", "{model}", "x", "--temperature", "nan"], "temperature = nan"),
-    "top_p": (["generate", "{model}", "x", "--top-p", "0"], "top_p = 0"),
-    "seed": (["generate", "{model}", "x", "--seed", "-1"], "seed = -1"),
-    "empty stop": (["generate", "{model}", "x", "--stop", ""], "stop ="),
-    "max batch": (["generate", "{model}", "x", "--max-batch", "0"], "max_batch = 0"),
+    "temperature": (["generate", "{model}", "x", "--temperature", "-1"], "--temperature -1.0;"),
+    "temperature nan": (["generate", "{model}", "x", "--temperature", "nan"], "--temperature nan;"),
+    "top_p": (["generate", "{model}", "x", "--top-p", "0"], "--top-p 0.0;"),
+    "seed": (["generate", "{model}", "x", "--seed", "-1"], "--seed -1;"),
+    "empty stop": (["generate", "{model}", "x", "--stop", ""], "--stop ('',);"),
+    "max batch": (["generate", "{model}", "x", "--max-batch", "0"], "--max-batch 0;"),
     "a device of no family": (["generate", "{model}", "x", "--device", "meta"], "device 'meta'"),
     "device": (["generate", "{model}", "x", "--device", "warp"], "device 'warp'"),
-    "dtype": (["generate", "{model}", "x", "--dtype", "int3"], "dtype 'int3'"),
+    "dtype": (["generate", "{model}", "x", "--dtype", "int3"], "'--dtype': 'int3'"),
     "alias": (["generate", "smollm3", "x"], "smollm2"),
     "no such file": (["generate", "./nowhere.gguf", "x"], "nowhere.gguf"),
     "no such prompts": (["generate", "{model}", "--prompts-file", "nowhere.txt"], "nowhere.txt"),
@@ -478,7 +478,7 @@ def test_a_conversation_of_no_tokens_is_refused_before_it_begins(
     model: Path, fuel: Callable[..., Ran]
 ) -> None:
     ran = fuel("chat", model, "--max-new-tokens", 0)
-    assert (ran.code, "max_new_tokens = 0" in ran.line) == (2, True)
+    assert (ran.code, "--max-new-tokens 0;" in ran.line) == (2, True)
 
 
 def test_without_arguments_it_shows_its_help(fuel: Callable[..., Ran]) -> None:
@@ -499,19 +499,9 @@ def test_a_traceback_is_shown_where_it_is_asked_for(
 
 def test_without_the_core_plugin_everything_says_so_in_one_line(model: Path) -> None:
     env = {**os.environ, "FUEL_DISABLE_PLUGINS": "core"}
-    assert in_process("doctor", env=env).returncode == 0
+    assert in_process("doctor", env=env).returncode == 1
     ran = in_process("generate", model, "x", env=env)
     assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
-
-
-def test_a_damaged_copy_in_the_cache_is_named_with_the_way_to_mend_it(
-    gguf_file: Path, tmp_path: Path, fuel: Callable[..., Ran]
-) -> None:
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(gguf_file.read_bytes()[:-100])
-    ran = fuel("pull", cut)
-    assert (ran.code, f"delete {cut} and pull again" in ran.line) == (2, True)
-    assert fuel("pull", gguf_file) == Ran(0, f"{gguf_file}\n", "")
 
 
 def test_ctrl_c_ends_it_in_one_line(model: Path) -> None:
@@ -530,7 +520,7 @@ def test_ctrl_c_ends_it_in_one_line(model: Path) -> None:
     )
     args = [sys.executable, "-c", code, "generate", str(model), "hello", "--max-new-tokens", "100"]
     ran = subprocess.run(args, capture_output=True, text=True, timeout=300, check=False)
-    assert (ran.returncode, ran.stderr.split()) == (1, ["interrupted"])
+    assert (ran.returncode, ran.stderr.split()) == (130, ["interrupted"])
 
 
 def test_a_reader_that_goes_away_ends_it_silently(model: Path) -> None:
@@ -603,6 +593,7 @@ def test_an_architecture_that_no_plugin_serves_ends_a_process_with_2_and_one_lin
 def test_a_model_whose_plugin_is_switched_off_ends_with_2_and_the_way_to_switch_it_on(model: Path) -> None:
     ran = in_process("generate", model, "x", env={**os.environ, "FUEL_DISABLE_PLUGINS": "llama"})
     assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
+    assert ran.stderr.startswith("fuel: FUEL_DISABLE_PLUGINS switches fuel-plugin-llama off")
     assert "take fuel-plugin-llama out of FUEL_DISABLE_PLUGINS" in ran.stderr
 
 

@@ -58,7 +58,21 @@ def test_a_size_is_as_many_blocks_as_it_holds(loaded: Loaded, size: str, count: 
 
 
 NO_SIZES = [
-    *("", "2", "GiB", "2IB", "2TiB", "2 G", "-1GiB", "1e3MB", "1,5GiB", "1.GiB", ".5GiB", "1 0MB", "٣GiB"),
+    *(
+        "",
+        "1.5",
+        "GiB",
+        "2IB",
+        "2PiB",
+        "2 G i",
+        "-1GiB",
+        "1e3MB",
+        "1,5GiB",
+        "1.GiB",
+        ".5GiB",
+        "1 0MB",
+        "٣GiB",
+    ),
     *("0B", "0GiB", "0.00001B", "9" * 400 + "B", "inf B", "2GiB\n2", "half", "auto!", None),
     *("%", "0%", "101%", "-5%", "5%%", "nan%"),
 ]

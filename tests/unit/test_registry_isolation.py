@@ -187,8 +187,11 @@ def test_a_disabled_name_that_fits_no_plugin_is_raised_where_plugins_are_strict(
 
 def test_a_disabled_plugins_family_is_missing_because_it_is_disabled():
     made = registry(entry(unloadable, "llama"), FUEL_DISABLE_PLUGINS="llama")
-    with pytest.raises(PluginError, match="take fuel-plugin-llama out of FUEL_DISABLE_PLUGINS"):
+    with pytest.raises(PluginError, match="take fuel-plugin-llama out of FUEL_DISABLE_PLUGINS") as caught:
         made.family("llama")
+    assert str(caught.value).startswith(
+        "FUEL_DISABLE_PLUGINS switches fuel-plugin-llama off (its plugin llama)"
+    )
 
 
 def test_a_plugin_that_asks_the_registry_while_it_is_loaded_is_refused_alone():

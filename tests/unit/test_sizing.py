@@ -15,8 +15,9 @@ from support_checkpoints import write_directory
 import fuel_core as fuel
 from fuel_core.contracts import ModelDims, RaggedBatch
 from fuel_core.contracts.errors import CapacityError, InvalidRequestError
+from fuel_core.contracts.memory import parse_kv_memory
 from fuel_core.engine import Engine, Loaded, build_engine, sizing
-from fuel_core.engine.sizing import Memory, MemoryFiles, device_memory, fit_pool, host_memory, parse_kv_memory
+from fuel_core.engine.sizing import Memory, MemoryFiles, device_memory, fit_pool, host_memory
 from fuel_core.kv import DeviceKvPool, KvBudget, KvGeometry
 from fuel_core.kv.residency import ResidencyReport
 from fuel_core.schedule.table import geometry_of
@@ -178,6 +179,23 @@ def test_a_pass_whose_own_blocks_are_too_many_is_refused_before_it_runs(endless:
     assert machine.probed == [700 * 16], "what just fits is tried"
 
 
+def test_a_block_that_is_larger_than_a_pass_and_than_the_memory_is_what_is_named(endless: Loaded) -> None:
+    size, machine = 1000 * 16, Machine()
+    shape = geometry_of(ModelDims.from_model(endless.model), KvBudget(size, 1), endless.dtype)
+    fit = partial(fit_pool, endless, shape, 1.0, bounded=False, read=machine.read, measure=machine.measure)
+    with pytest.raises(CapacityError, match=r"a block of 16000 tokens.*lower block_size"):
+        fit(pass_tokens=size - 1)
+    with pytest.raises(CapacityError, match=r"a pass of 16000 tokens.*lower token_budget, or max_batch"):
+        fit(pass_tokens=size)
+    assert machine.probed == []
+
+
+def test_a_pass_that_leaves_no_block_is_named_with_what_makes_it_smaller(loaded: Loaded) -> None:
+    with pytest.raises(CapacityError, match=r"a pass of 1000000000000 tokens.*lower token_budget") as caught:
+        fitted(loaded, Machine(), 0.4, tokens=10**12)
+    assert (caught.value.figures["need"], caught.value.figures["have"]) == (BLOCK, 0)
+
+
 @pytest.mark.parametrize(
     ("limits", "tokens"),
     [
@@ -248,13 +266,39 @@ def test_no_other_number_is_a_size(loaded: Loaded, size: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "asked"), [("2KiB", 2048), ("2 kb", 2000), ("40%", 0.4), ("100 %", 1.0), (" Auto", None), (7, 7)]
+    ("text", "asked"),
+    [
+        *(
+            ("2KiB", 2048),
+            ("2 kb", 2000),
+            ("2k", 2000),
+            ("2 Ki", 2048),
+            ("1.5M", 1500000),
+            ("3mi", 3 * 2**20),
+        ),
+        *(
+            ("2G", 2 * 10**9),
+            ("2Gb", 2 * 10**9),
+            ("2gib", 2**31),
+            ("1T", 10**12),
+            ("1TiB", 2**40),
+            ("9b", 9),
+            ("100000000", 10**8),
+        ),
+        *(("40%", 0.4), ("100 %", 1.0), (" Auto", None), (7, 7)),
+    ],
 )
 def test_bytes_a_share_and_auto_are_told_apart_by_their_types(
     text: str | int, asked: int | float | None
 ) -> None:
     assert parse_kv_memory(text) == asked
     assert type(parse_kv_memory(text)) is type(asked)
+
+
+@pytest.mark.parametrize("size", ["0", "0G", "0%", "150%"])
+def test_a_size_out_of_range_is_answered_with_the_range(size: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"above 0, such as.*above 0% and up to 100%"):
+        parse_kv_memory(size)
 
 
 @pytest.mark.parametrize("size", ["2 gigs", "0B", "101%", 0])
