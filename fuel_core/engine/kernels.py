@@ -9,6 +9,7 @@ import torch
 from fuel_core import registry
 from fuel_core.contracts import KernelBackend
 from fuel_core.contracts.errors import InvalidRequestError, PluginError
+from fuel_core.engine.machine import MachineFiles, available_cores
 from fuel_core.kernels import ops
 from fuel_core.registry.naming import one_line
 
@@ -67,11 +68,11 @@ def choose_kernels(
 
 
 def default_threads() -> int:
-    """``OMP_NUM_THREADS`` where it is a number, as PyTorch reads it, else the cores of this process."""
+    """``OMP_NUM_THREADS`` where it is a number, as PyTorch reads it, else the cores that may be used."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and 1 <= int(asked) <= _MOST_THREADS:
         return int(asked)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return available_cores(MachineFiles())
 
 
 def check_threads(threads: int | None) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias
 
 import attrs
-import torch
 
 from fuel_core.contracts import ModelDims, RaggedDecodeModel
 from fuel_core.contracts.errors import CapacityError, counted
 from fuel_core.contracts.memory import parse_kv_memory
 from fuel_core.engine.loading import Loaded, check_loaded
+from fuel_core.engine.machine import Memory, device_memory
 from fuel_core.engine.served import check_positive, ragged
 from fuel_core.engine.serving import Engine
 from fuel_core.kv import DeviceKvPool, KvBudget, KvGeometry, KvMemoryBudget
@@ -23,7 +20,6 @@ from fuel_core.kv.residency import (
     ResidencyReport,
     fit_geometry_from_residency,
     measure_residency,
-    peak_resident_bytes,
 )
 from fuel_core.schedule.table import geometry_of
 
@@ -84,21 +80,6 @@ def _blocks_of_whole_contexts(loaded: Loaded, max_batch: int, block_size: int) -
 
 
 # -- what fits -------------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Memory:
-    """A device's memory at one moment, in bytes.
-
-    Attributes:
-        free: what could be allocated.
-        owned: what this process has allocated, and ``free`` does not count.
-        resident: all that this process has in it, mapped files too.
-    """
-
-    free: int
-    owned: int
-    resident: int
 
 
 def fit_pool(
@@ -173,96 +154,3 @@ def _check_probe(probe: KvGeometry, tokens: int, memory: Memory) -> None:
 
 def _bytes_of(geometry: KvGeometry) -> int:
     return geometry.num_blocks * geometry.block_bytes
-
-
-# -- what there is ---------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class MemoryFiles:
-    """Where Linux tells of a process's memory and of the control groups that limit it."""
-
-    meminfo: Path = Path("/proc/meminfo")
-    status: Path = Path("/proc/self/status")
-    own_cgroups: Path = Path("/proc/self/cgroup")
-    cgroups: Path = Path("/sys/fs/cgroup")
-
-
-@attrs.frozen
-class _CgroupVersion:
-    """A version's names: the folder that holds the groups, and the files and figures of each group."""
-
-    mount: str
-    limit: str
-    usage: str
-    page_cache: tuple[str, str]
-
-
-_V1 = _CgroupVersion(
-    "memory",
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_active_file", "total_inactive_file"),
-)
-_V2 = _CgroupVersion("", "memory.max", "memory.current", ("active_file", "inactive_file"))
-
-
-def device_memory(device: torch.device) -> Memory:
-    """What a device has for this process now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return Memory(free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
-    return host_memory(MemoryFiles())
-
-
-def host_memory(files: MemoryFiles) -> Memory:
-    """What the machine, or the container where that is less, has for this process now."""
-    owned, resident = _figure(files.status, "RssAnon"), _figure(files.status, "VmRSS")
-    available = _figure(files.meminfo, "MemAvailable")
-    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    host = half if available is None else available * 1024  # its page cache counts as free
-    free = max(0, min((host, *_left_by_cgroups(files))))
-    if owned is None or resident is None:
-        return Memory(free, peak_resident_bytes(), peak_resident_bytes())
-    return Memory(free, owned * 1024, resident * 1024)
-
-
-def _left_by_cgroups(files: MemoryFiles) -> Iterator[int]:
-    """The bytes that each group with a limit, this process's own and those around it, leaves free."""
-    for version, path in _own_cgroups(files.own_cgroups):
-        mount = files.cgroups / version.mount
-        # A container may see its own group as the mount, under a path of the machine's.
-        names = [name for name in path.split("/") if name]
-        for depth in range(len(names) + 1):
-            group = mount.joinpath(*names[:depth])
-            limit = _text(group / version.limit).strip()
-            if limit.isdecimal():  # else "max", or there is none
-                yield int(limit) - _unreclaimable(group, version)
-
-
-def _own_cgroups(file: Path) -> Iterator[tuple[_CgroupVersion, str]]:
-    for controllers, path in re.findall(r"^\d+:([^:]*):(.*)$", _text(file), re.MULTILINE):
-        if not controllers:
-            yield _V2, path
-        elif "memory" in controllers.split(","):
-            yield _V1, path
-
-
-def _unreclaimable(group: Path, version: _CgroupVersion) -> int:
-    """What a group holds but for its page cache, which counts as free as it does on the machine."""
-    page_cache = sum(_figure(group / "memory.stat", name) or 0 for name in version.page_cache)
-    return int(_text(group / version.usage).strip() or 0) - page_cache
-
-
-def _figure(file: Path, name: str) -> int | None:
-    """The number that follows ``name`` at the start of a line."""
-    match = re.search(rf"^{name}:?\s+(\d+)", _text(file), re.MULTILINE)
-    return int(match[1]) if match else None
-
-
-def _text(file: Path) -> str:
-    """A file's text; nothing where it cannot be read, as on a system without it."""
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,7 +16,8 @@ from fuel_core.contracts import ModelDims, RaggedBatch
 from fuel_core.contracts.errors import CapacityError, InvalidRequestError
 from fuel_core.contracts.memory import parse_kv_memory
 from fuel_core.engine import Engine, Loaded, build_engine, sizing
-from fuel_core.engine.sizing import Memory, MemoryFiles, device_memory, fit_pool, host_memory
+from fuel_core.engine.machine import Memory, device_memory
+from fuel_core.engine.sizing import fit_pool
 from fuel_core.kv import DeviceKvPool, KvBudget, KvGeometry
 from fuel_core.kv.residency import ResidencyReport
 from fuel_core.schedule.table import geometry_of
@@ -311,126 +311,3 @@ def test_a_size_that_is_none_is_refused_though_the_engine_has_its_own(
         fuel.generate(loaded, prompts, kv_memory=size, engine=engine)
     [completion] = fuel.generate(loaded, ["x"], max_new_tokens=2, kv_memory="1MiB", engine=engine)
     assert completion.finish_reason == "length"
-
-
-# -- what there is ---------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Files:
-    """The files of a machine with 10,000 kB free, of which the process has 500, 300 of them its own."""
-
-    root: Path
-
-    def __attrs_post_init__(self) -> None:
-        self.write("meminfo", "MemTotal: 99999 kB\nMemFree: 1 kB\nMemAvailable:   10000 kB\n")
-        self.write("status", "Name:\tfuel\nVmHWM:\t 900 kB\nVmRSS:\t 500 kB\nRssAnon:\t 300 kB\n")
-        self.write("cgroup", "0::/\n")
-
-    def write(self, name: str, text: object) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")  # as the kernel ends them
-
-    def group(self, folder: str, limit: object, held: int, stat: str | None = None) -> None:
-        """A group of version 2."""
-        self.write(f"fs/{folder}/memory.max", limit)
-        self.write(f"fs/{folder}/memory.current", held)
-        if stat is not None:
-            self.write(f"fs/{folder}/memory.stat", stat)
-
-    def old_group(self, folder: str, limit: object, held: int, stat: str = "") -> None:
-        """A group of version 1."""
-        self.write(f"fs/memory/{folder}/memory.limit_in_bytes", limit)
-        self.write(f"fs/memory/{folder}/memory.usage_in_bytes", held)
-        self.write(f"fs/memory/{folder}/memory.stat", stat)
-
-    def read(self) -> Memory:
-        return host_memory(
-            MemoryFiles(*(self.root / name for name in ("meminfo", "status", "cgroup")), self.root / "fs")
-        )
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Files:
-    return Files(tmp_path)
-
-
-HOST = 10_000 * 1024
-
-
-def test_without_a_limit_it_is_what_the_machine_has_available(files: Files) -> None:
-    assert files.read() == Memory(HOST, 300 * 1024, 500 * 1024)
-    files.group(".", "max", 5_000)
-    assert files.read().free == HOST
-
-
-def test_a_container_has_what_its_limit_leaves(files: Files) -> None:
-    files.group(".", 3_000_000, 1_000_000)
-    assert files.read() == Memory(2_000_000, 300 * 1024, 500 * 1024)
-
-
-def test_a_limit_above_what_the_machine_has_changes_nothing(files: Files) -> None:
-    files.group(".", 10**15, 1_000_000)
-    assert files.read().free == HOST
-
-
-def test_page_cache_is_free_in_a_container_as_it_is_on_a_machine(files: Files) -> None:
-    stat = "anon 400000\nfile 700000\nactive_file 200000\ninactive_file 350000\nshmem 150000"
-    files.group(".", 3_000_000, 1_000_000, stat)
-    assert files.read().free == 2_550_000
-
-
-def test_the_least_of_the_groups_around_it_counts(files: Files) -> None:
-    files.write("cgroup", "0::/outer/middle/inner")
-    files.group("outer", 4_000_000, 1_500_000)
-    files.group("outer/middle", "max", 0)
-    files.group("outer/middle/inner", 3_000_000, 100_000)
-    files.group("other", 1_000, 0)
-    assert files.read().free == 2_500_000
-    files.group("outer/middle/inner", 3_000_000, 600_000)
-    assert files.read().free == 2_400_000
-    files.group("outer", "max", 0)
-    files.group(".", 2_000_000, 1_999_999)
-    assert files.read().free == 1
-
-
-@pytest.mark.parametrize("path", ["/not/seen/from/inside", "/../.."])
-def test_a_container_that_sees_its_group_as_the_root_finds_its_limit_there(files: Files, path: str) -> None:
-    files.write("cgroup", f"0::{path}")
-    files.group(".", 3_000_000, 1_000_000)
-    assert files.read().free == 2_000_000
-
-
-def test_a_group_of_the_first_version_limits_too(files: Files) -> None:
-    files.write("cgroup", "5:cpu,memory:/docker/x\n1:name=systemd:/docker/x\n0::/")
-    files.old_group("docker/x", 3_000_000, 1_000_000, "total_active_file 100\ntotal_inactive_file 20")
-    assert files.read().free == 2_000_120
-    files.old_group("docker/x", 2**63 - 4096, 1_000_000)
-    assert files.read().free == HOST
-    files.old_group(".", 1_500_000, 1_000_000)
-    assert files.read().free == 500_000
-
-
-def test_another_controller_and_the_other_versions_files_mean_nothing(files: Files) -> None:
-    files.write("cgroup", "5:cpuset:/x\n4:memory_recursiveprot:/x")
-    files.old_group("x", 1_000, 0)
-    files.group("x", 1_000, 0)
-    assert files.read().free == HOST
-
-
-def test_a_container_over_its_limit_has_nothing(files: Files) -> None:
-    files.group(".", 1_000_000, 1_500_000)
-    assert files.read().free == 0
-
-
-def test_a_system_without_these_files_is_guessed_at(tmp_path: Path) -> None:
-    memory = host_memory(MemoryFiles(*[tmp_path / "none"] * 4))
-    assert memory.free > 0
-    assert memory.owned == memory.resident > 0
-
-
-def test_this_machine_has_memory_and_this_process_some_of_it() -> None:
-    memory = device_memory(torch.device("cpu"))
-    assert 0 < memory.owned <= memory.resident
-    assert memory.free > 0
