@@ -112,6 +112,16 @@ def test_rows_of_their_own_filters_are_drawn_as_alone_on_any_number_of_threads(i
     assert torch.equal(alone, reference.draw(logits, rows, numbers))
 
 
+@every_isa
+@pytest.mark.parametrize(("top_p", "last"), [(0.5, 0), (0.5 + 2.0**-40, 2)])
+def test_tokens_that_reach_the_mass_exactly_are_enough(top_p: float, last: int, isa: str) -> None:
+    _native.use(isa)
+    logits = torch.tensor([[0.0, -math.log(2), -math.log(2)]], dtype=torch.float64)
+    numbers = [1 - 2.0**-53]
+    ours, expected = both(logits, [params(1.0, top_p=top_p)], numbers)
+    assert ours.tolist() == expected.tolist() == [last]
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9, 1e6])
 def test_no_temperature_overflows(temperature: float) -> None:
     logits = logits_of(30, 500, 2) * 1e30

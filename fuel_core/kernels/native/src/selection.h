@@ -143,7 +143,7 @@ inline double mass_floor(const double* weights, int n, double mass, Scratch& scr
         if (weights[i] > 0) sums[bucket_of(weights[i])] += weights[i];
     double above = 0;
     int bucket = buckets - 1;
-    for (; bucket > 0 && (sums[bucket] == 0 || above + sums[bucket] < mass); bucket--) above += sums[bucket];
+    for (; bucket > 0 && above + sums[bucket] < mass; bucket--) above += sums[bucket];
     double* near = scratch.take<double>(n);
     int count = 0;
     for (int i = 0; i < n; i++)
