@@ -45,6 +45,8 @@ WATCHED = {
     )
 }
 WATCHED.add(contextlib.__file__)
+STREAMS = {str(HOME / name) for name in ("engine/output.py", "engine/runs.py")}
+"""What drives an engine, and no step of it passes."""
 
 
 class Interrupt:
@@ -74,7 +76,7 @@ class Interrupt:
         """Let go of it, as whoever goes on after an interrupt does."""
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename not in WATCHED:
+        if frame.f_code.co_filename not in WATCHED and frame.f_code.co_filename not in STREAMS:
             return None
         return self._within(frame, event, arg)
 

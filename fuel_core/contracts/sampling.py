@@ -58,9 +58,12 @@ def _integer(low: int, high: int) -> Any:
     return check
 
 
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
+
+
 def is_ordered(value: object) -> bool:
     """Whether a value is a list of some kind: it has entries, in an order, and is no text."""
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | Mapping | Set):
+    if not isinstance(value, Iterable) or isinstance(value, _NO_LISTS):
         return False
     # An array without a dimension can be iterated by its type alone.
     return bool(getattr(value, "ndim", 1) != 0)
@@ -74,11 +77,12 @@ def _stop_tuple(value: Any) -> tuple[Any, ...]:
 
 def _stop_texts(_: object, __: object, value: tuple[Any, ...]) -> None:
     for text in value:
-        if not isinstance(text, str) or not text:
+        # A surrogate alone is no character, so no text holds one.
+        if not isinstance(text, str) or not text or any("\ud800" <= each <= "\udfff" for each in text):
             raise InvalidRequestError(
                 f"stop = {value!r}",
-                needed="strings of at least one character",
-                remedy="pass one string, or a list of them, none empty",
+                needed="strings of at least one character, and of whole characters alone",
+                remedy="pass one string, or a list of them, none empty and none with a lone surrogate",
                 parameter="stop",
             )
 

@@ -47,22 +47,23 @@ class Output:
         self._stop = StopStrings(request.stop)
         self._texts: list[str] = []
         self._ids: list[int] = []
+        self._told = 0  # how many of them a delta has told
         self._clock = clock
         self._start = self._first = start
         self._at_first = 0
 
     def add(self, tokens: Sequence[int]) -> Delta | None:
         """Take new tokens, up to the one that completes a stop string; None where there are none."""
-        taken: list[int] = []
-        text = ""
+        before, text = len(self._ids), ""
+        if tokens and not before:
+            self._first = self._clock()
         for token in tokens:
             if self.stopped:
                 break
-            taken.append(token)
-            text += self._emit(self._text_of(token), len(self._ids) + len(taken))
-        if taken and not self._ids:
-            self._first, self._at_first = self._clock(), len(taken)
-        return self._delta(text, taken) if taken else None
+            self._ids.append(token)
+            self._at_first += not before
+            text += self._emit(self._text_of(token), len(self._ids))
+        return self._delta(text) if len(self._ids) > before else None
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> Delta:
         """The last delta: the text that was held back, and the completion."""
@@ -70,18 +71,25 @@ class Output:
         if not self.stopped:
             text = self._emit(self._detokenizer.finish(), len(self._ids))
             text += "" if self.stopped else self._stop.flush()
-        delta = self._delta(text, [])
         if self.stopped:  # whatever befell it beyond the stop string
             reason, error = FinishReason.STOP, None
+        return self._last(text, reason, error)
+
+    def fail(self, error: Exception) -> Delta:
+        """The last delta where the text itself has failed: what was held back is lost, and no token is."""
+        return self._last("", FinishReason.ERROR, error)
+
+    def _last(self, text: str, reason: FinishReason, error: Exception | None) -> Delta:
+        delta = self._delta(text)
         completion = Completion(
             "".join(self._texts), self._ids, len(self.request.tokens), reason, error, self._timing()
         )
         return attrs.evolve(delta, completion=completion)
 
-    def _delta(self, text: str, tokens: list[int]) -> Delta:
+    def _delta(self, text: str) -> Delta:
         self._texts.append(text)
-        self._ids += tokens
-        return Delta(self.request.index, text, tokens)
+        told, self._told = self._told, len(self._ids)
+        return Delta(self.request.index, text, self._ids[told:])
 
     def _text_of(self, token: int) -> str:
         # Heads are often padded to a round number of rows, which the tokenizer knows nothing of.

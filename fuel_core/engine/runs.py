@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from fuel_core.contracts import FinishReason
-from fuel_core.contracts.errors import CapacityError
+from fuel_core.contracts.errors import CapacityError, UnknownSessionError
 from fuel_core.engine.loading import Loaded
 from fuel_core.engine.output import Output, Request
 from fuel_core.engine.results import Delta
@@ -31,19 +32,25 @@ class Run(ABC):
     ) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
-        self._running: dict[SessionId, Output] = {}
+        self._running: dict[SessionId, tuple[Session, Output]] = {}
         self._clock, self._start = clock, clock()
 
     def __iter__(self) -> Generator[Delta, None, None]:
         try:
-            while not self._is_done():
-                yield from self._advance()
+            try:
+                while not self._is_done():
+                    yield from self._advance()
+            finally:
+                self._end()
         finally:
-            with self._scheduler.lock:
-                for id in self._running:
-                    self._scheduler.cancel(id)
-                    self._scheduler.reap(id)
-                self._running.clear()
+            self._end()  # what is left, where an interrupt has cut the first short
+
+    def _end(self) -> None:
+        with self._scheduler.lock:
+            for id in self._own():
+                self._scheduler.cancel(id)
+                self._scheduler.reap(id)
+            self._running.clear()
 
     def _advance(self) -> list[Delta]:
         """One step; an engine that several runs share moves all of them on with it."""
@@ -51,7 +58,7 @@ class Run(ABC):
             deltas = list(self._admit())
             self._scheduler.step()
             for id in list(self._running):
-                deltas += self._collect(self._scheduler.session(id))
+                deltas += self._collect(id)
             return deltas
 
     @abstractmethod
@@ -62,19 +69,39 @@ class Run(ABC):
     def _admit(self) -> Iterator[Delta]:
         """Start what can start; the deltas of what cannot run at all."""
 
+    @abstractmethod
+    def _own(self) -> Iterable[SessionId]:
+        """The sessions of this run that the scheduler still has."""
+
     def _output(self, request: Request) -> Output:
         return Output(request, self._loaded.tokenizer, self._start, self._clock)
 
-    def _collect(self, session: Session) -> Iterator[Delta]:
-        output = self._running[session.id]
-        if delta := output.add(session.take_unread()):
-            yield delta
-        if output.stopped:
+    def _collect(self, id: SessionId) -> Iterator[Delta]:
+        """What a session has said since; whatever its text raises ends it and no other."""
+        session, output = self._running[id]
+        last: Delta | None = None
+        try:
+            if delta := output.add(session.take_unread()):
+                yield delta
+            if output.stopped:
+                self._cancel(session)
+            if session.finish_reason is not None:
+                last = output.finish(session.finish_reason, session.error)
+        except Exception as error:
+            self._cancel(session)
+            last = output.fail(session.error or error)
+        if last is not None:
+            self._forget(session)
+            yield last
+
+    def _cancel(self, session: Session) -> None:
+        if session.is_ready:
             self._scheduler.cancel(session.id)
-        if session.finish_reason is not None:
-            del self._running[session.id]
+
+    def _forget(self, session: Session) -> None:
+        del self._running[session.id]
+        with suppress(UnknownSessionError):  # whoever shares the engine may have reaped it
             self._scheduler.reap(session.id)
-            yield output.finish(session.finish_reason, session.error)
 
 
 class PagedRun(Run):
@@ -94,7 +121,7 @@ class PagedRun(Run):
     ) -> None:
         super().__init__(loaded, engine, clock)
         engine.check_model(loaded.model)
-        self._engine, self._waiting = engine, list(requests)
+        self._engine, self._waiting = engine, deque(requests)
         for request in requests:
             _check(engine, request, len(requests))
 
@@ -102,16 +129,21 @@ class PagedRun(Run):
         return not self._waiting and not self._running
 
     def _admit(self) -> Iterator[Delta]:
-        for request in self._waiting:
+        while self._waiting:
+            request = self._waiting.popleft()
+            output = self._output(request)
             (id,) = self._engine.submit(
                 request.tokens,
                 request.params,
                 eos_ids=self._loaded.eos_ids,
                 max_new_tokens=request.max_new_tokens,
+                owner=self,
             )
-            self._running[id] = self._output(request)
-        self._waiting.clear()
+            self._running[id] = self._engine.session(id), output
         yield from ()
+
+    def _own(self) -> Iterable[SessionId]:
+        return self._engine.owned(self)
 
 
 class ContiguousRun(Run):
@@ -151,8 +183,11 @@ class ContiguousRun(Run):
                     return  # it fits once another has finished
                 yield output.finish(FinishReason.ERROR, error)
             else:
-                self._running[id] = output
+                self._running[id] = self._contiguous.session(id), output
             self._waiting.popleft()
+
+    def _own(self) -> Iterable[SessionId]:
+        return list(self._running)
 
 
 def _check(engine: Engine, request: Request, count: int) -> None:

@@ -20,6 +20,7 @@ class ServedSession(Session):
 
     Attributes:
         max_new_tokens: the most that it may generate.
+        owner: whose it is.
         handle: its session in the pool while it runs, else None.
         image: its keys and values while it is preempted, else None.
         held: how many of its first tokens have keys and values that can be relied on, in the pool or in the
@@ -36,9 +37,9 @@ class ServedSession(Session):
     held: int = 0
     indexed: int = 0
 
-    def __init__(self, *args: Any, max_new_tokens: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, max_new_tokens: int, owner: object, **kwargs: Any) -> None:
         super().__init__(*args, max_new_tokens=max_new_tokens, **kwargs)
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.owner = max_new_tokens, owner
         self.chain: list[bytes] = []
         self.forks: list[ServedSession] = []
 

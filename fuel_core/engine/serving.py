@@ -97,6 +97,7 @@ class Engine(Admission):
         eos_ids: Iterable[int] = (),
         max_new_tokens: int,
         n: int = 1,
+        owner: object = None,
     ) -> list[SessionId]:
         """Queue a request for ``n`` samples of a prompt, which share its blocks.
 
@@ -107,18 +108,26 @@ class Engine(Admission):
             eos_ids: ids of which any ends a sample; none by default, so pass ``loaded.eos_ids`` for a text.
             max_new_tokens: the most that each may generate.
             n: how many samples.
+            owner: whose they are; see :meth:`owned`.
 
         Raises:
             InvalidRequestError: it could never be served, whatever else runs.
             CapacityError: it needs more blocks than the pool has. In both cases nothing has changed.
         """
         self.check(prompt, sampling, max_new_tokens, n)
-        options = {"eos_ids": eos_set(eos_ids), "max_new_tokens": max_new_tokens}
+        options = {"eos_ids": eos_set(eos_ids), "max_new_tokens": max_new_tokens, "owner": owner}
         samples = [self._sample_of(i, prompt, sampling, **options) for i in range(n)]
         with self._whole():
             self._queue(samples[0], samples[1:])
             self._keep(*samples)
         return [session.id for session in samples]
+
+    def owned(self, owner: object) -> list[SessionId]:
+        """The sessions, not reaped yet, that were submitted with this very ``owner``.
+
+        It has each from the moment that the engine has it, so an interrupt of :meth:`submit` hides none.
+        """
+        return [session.id for session in self._sessions.values() if session.owner is owner]
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int, n: int = 1) -> None:
         """Refuse what :meth:`submit` would refuse.

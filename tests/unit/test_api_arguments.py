@@ -69,6 +69,12 @@ def values(loaded: Loaded) -> dict[str, Any]:
         "empty mapping": {},
         "mapping": {"role": "user"},
         "set": {1},
+        "keys": {1: 2}.keys(),
+        "bytearray": bytearray(b"text"),
+        "memoryview": memoryview(b"text"),
+        "list of bytearrays": [bytearray(b"text")],
+        "list of memoryviews": [memoryview(b"text")],
+        "list of sets": [{1}],
         "tensor": torch.tensor(5),
         "geometry": KvGeometry(1, 1, 2, 4, 4, 4),
         "model": loaded.model,
@@ -82,7 +88,7 @@ COUNT = {"five"}
 SESSION = {
     "prompt": set[str](),
     "sampling": set[str](),
-    "eos_ids": {"empty list", "set"},
+    "eos_ids": {"empty list", "set", "keys"},
     "max_new_tokens": COUNT,
 }
 PLACE = {"device": set[str](), "dtype": set[str]()}
@@ -172,7 +178,10 @@ TAKES |= {
 ANSWERS = ("session_new_tokens", "session_realize_count", "take_captured_logits")
 
 EXEMPT = {
-    "Engine": {"namespace"},  # anything may be one
+    # Anything may be one.
+    "Engine": {"namespace"},
+    "Engine.submit": {"owner"},
+    "Engine.owned": ...,
     # Records and enumerations that are made for the caller, and the markers of pluggy.
     **dict.fromkeys(("Completion", "Delta", "Timing", "Loaded", "StepReport", "SessionState"), ...),
     **dict.fromkeys(("hookimpl", "hookspec"), ...),

@@ -82,6 +82,20 @@ def test_a_prompt_that_two_compute_at_once_is_kept_once() -> None:
     drain(engine)
 
 
+def test_what_a_prompt_has_found_is_used_though_it_leaves_before_its_pass() -> None:
+    engine, old = engine_of(MODEL, token_budget=8), ask(9, 1)
+    serve(engine, MODEL, old)
+    serve(engine, MODEL, ask(9, 1, start=1))
+    [_, (_, _, found)] = submit(engine, ask(8, 1, start=2), old)  # the first of them is all of the next pass
+    engine.step()
+    assert engine.session(found).held == 8
+    engine.cancel(found)
+    assert engine._index.reclaim(2) == 2
+    serve(engine, MODEL, old)
+    assert engine.stats.prefix.tokens_reused == 16, "the other one's blocks were given up"
+    drain(engine)
+
+
 def test_under_pressure_the_cache_gives_way_before_any_session_does() -> None:
     engine = engine_of(MODEL, 8)
     for start in range(4):

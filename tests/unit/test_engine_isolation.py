@@ -28,6 +28,7 @@ from fuel_core.contracts.errors import (
     SamplingError,
     UnknownSessionError,
 )
+from fuel_core.sampling import Outcome, SamplerState, sample
 from fuel_core.schedule import SessionId
 
 MODEL = model_of("llama")
@@ -191,6 +192,26 @@ def test_a_prompt_that_no_pass_survives_fails_for_each_of_its_samples(n: int) ->
     drain(engine)
     model.raises.clear()
     serve(engine, MODEL, *healthy, VICTIM)
+    drain(engine)
+
+
+def test_forks_that_could_not_be_sampled_beside_their_parent_are_sampled_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, failures = engine_of(MODEL), [MemoryError()]
+    queued = submit(engine, ask(5, 3, n=3, seed=1))
+
+    def no_memory_at_first(logits: Tensor, states: list[SamplerState]) -> list[Outcome]:
+        if failures:
+            raise failures.pop()
+        return sample(logits, states)
+
+    monkeypatch.setattr("fuel_core.schedule.table.sample", no_memory_at_first)
+    engine.run_to_completion()
+    assert isinstance(engine.session(SessionId(0)).error, MemoryError)
+    for request, number, id in queued[1:]:
+        assert engine.session(id).finish_reason is FinishReason.LENGTH
+        assert engine.session_new_tokens(id) == alone(MODEL, request, number)[0]
     drain(engine)
 
 

@@ -21,7 +21,7 @@ ACCEPTED = {
     "frequency_penalty": [-1e6, -2, 0, 1e6],
     "logit_bias": [{}, {0: 1, 5: -0.5}, {3: -math.inf}],
     "seed": [None, 0, 2**64 - 1],
-    "stop": [(), ("a",), ("a", "bc")],
+    "stop": [(), ("a",), ("a", "bc"), ("\ud7ff\ue000", "\U0001f642")],
     "min_new_tokens": [0, 1, 2**63 - 1],
     "ignore_eos": [False, True],
 }
@@ -48,7 +48,10 @@ REFUSED = {
         None,
     ],
     "seed": [-1, 2**64, 1.0, "1", True],
-    "stop": [[""], ["a", ""], [1], [None]],
+    "stop": [
+        *("", [""], ["a", ""], 5, [1], [None], [["a"]], b"x", bytearray(b"x"), memoryview(b"x"), {"a": 1}),
+        *("\ud800", ["a", "b\udfff"], "\udc00\ud800"),
+    ],
     "min_new_tokens": [-1, 2**63, 1.0, *NOT_NUMBERS],
     "ignore_eos": [0, 1, "x", None],
 }
