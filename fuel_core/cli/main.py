@@ -19,7 +19,13 @@ from fuel_core.cli.console import as_typed
 from fuel_core.cli.generate import generate
 from fuel_core.cli.inspect import doctor, models, plugins
 from fuel_core.cli.pull import pull
-from fuel_core.contracts.errors import CapacityError, CheckpointError, FuelError, InvalidRequestError
+from fuel_core.contracts.errors import (
+    CapacityError,
+    CheckpointError,
+    FuelError,
+    InvalidRequestError,
+    PluginError,
+)
 
 _BAD_INPUT = (InvalidRequestError, CheckpointError, CapacityError)
 _INTERRUPTED = 128 + signal.SIGINT  # as a shell says it
@@ -75,7 +81,7 @@ def _run(args: Sequence[str] | None) -> int:
     except FuelError as error:
         if os.environ.get("FUEL_TRACEBACK"):
             traceback.print_exception(error)
-        return _say(as_typed(error, cli), 2 if isinstance(error, _BAD_INPUT) else 1)
+        return _say(as_typed(error, cli), 2 if isinstance(error, _BAD_INPUT) or _is_lacking(error) else 1)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return _INTERRUPTED
@@ -84,6 +90,11 @@ def _run(args: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1 if isinstance(error, BrokenPipeError) else _say(f"cannot write: {error}", 1)
     return 0
+
+
+def _is_lacking(error: FuelError) -> bool:
+    """Whether a family is asked for that no plugin has, and none is broken that might have it."""
+    return isinstance(error, PluginError) and "known" in error.figures and not error.figures["broken"]
 
 
 def _usage(error: click.UsageError) -> str:
