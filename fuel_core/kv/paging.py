@@ -115,7 +115,8 @@ class PagedStorage(BlockStorage):
             ``[1, Hq, 1, D]``.
 
         Raises:
-            InvalidRequestError: no such layer, block or slot, or tensors of other shapes. Nothing is written.
+            InvalidRequestError: no such layer, block or slot, tensors of other shapes, or a table that points
+                elsewhere. Nothing is written.
         """
         return self.decode_attn_batched(layer, q, k_new, v_new, table, [(block, slot)], scale)
 
@@ -155,12 +156,32 @@ class PagedStorage(BlockStorage):
         """
         k, v = self.k_pool(layer), self.v_pool(layer)
         self._check_new(q, k_new, v_new, table.batch, offsets)
+        blocks, lens = self._checked(table)
         k.view(self.pool_shape_flat).index_copy_(0, offsets, k_new.squeeze(2).to(self.dtype))
         v.view(self.pool_shape_flat).index_copy_(0, offsets, v_new.squeeze(2).to(self.dtype))
-        tables = table.block_table.to(self.device), table.context_lens.to(self.device)
+        tables = blocks.to(self.device), lens.to(self.device)
         counts = torch.ones(table.batch, dtype=torch.int32)  # [B]
         out = ops.paged_attention(q.squeeze(2), k, v, *tables, counts, scale)  # [B, Hq D]
         return out.view(q.shape)
+
+    def _checked(self, table: PageTable) -> tuple[Tensor, Tensor]:
+        """The blocks and lengths of a table, int32 without gaps: a kernel reads wherever they point to."""
+        blocks = table.block_table.to(torch.int32).contiguous()
+        lens = table.context_lens.to(torch.int32).contiguous()
+        size, last = self.geometry.block_size, self.geometry.num_blocks - 1
+        sound = blocks.ndim == 2 and len(blocks) == table.batch and lens.shape == (table.batch,)
+        if sound:
+            slots = torch.arange(blocks.shape[1]) * size  # [width], the first position of each block
+            used = blocks[slots < lens[:, None]]
+            sound = bool(((lens >= 1) & (lens <= blocks.shape[1] * size)).all())
+            sound &= bool(((used >= 0) & (used <= last)).all())
+        if not sound:
+            raise InvalidRequestError(
+                f"a table {list(table.block_table.shape)} with lengths {table.context_lens.tolist()}",
+                needed=f"[{table.batch}, width], blocks from 0 to {last}, lengths from 1 to width * {size}",
+                remedy="use what materialize_block_table returns",
+            )
+        return blocks, lens
 
     def _check_new(self, q: Tensor, k_new: Tensor, v_new: Tensor, batch: int, offsets: Tensor) -> None:
         _, _, heads, dim = self.pool_shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import attrs
 import pytest
 import torch
@@ -261,6 +263,41 @@ def test_as_many_tokens_as_the_table_has_sessions_or_nothing_is_written(part: in
     given = {3: writes[:1], 4: []}.get(part, writes)
     with untouched(pool, InvalidRequestError):
         pool.decode_attn_batched(1, *new, table, given, SCALE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_table": torch.tensor([[10**8, 1]])},
+        {"block_table": torch.tensor([[-1, 1]])},
+        {"block_table": torch.tensor([3, 4])},
+        {"context_lens": torch.tensor([9])},
+        {"context_lens": torch.tensor([0])},
+        {"context_lens": torch.tensor([5, 5])},
+    ],
+    ids=str,
+)
+def test_a_table_that_points_elsewhere_is_refused_and_nothing_written(
+    wrong: dict[str, Tensor], native: ModuleType
+) -> None:
+    pool = new_pool()
+    it = decoded(pool, 5)
+    place = it.draw()
+    table = pool.materialize_block_table([it.session])
+    with untouched(pool, InvalidRequestError):
+        pool.decode_attn(1, *it.new, attrs.evolve(table, **wrong), *place, SCALE)
+    it.expect(pool.decode_attn(1, *it.new, table, *place, SCALE))
+
+
+def test_a_table_of_another_type_or_with_gaps_is_read_as_it_is_meant(native: ModuleType) -> None:
+    pool = new_pool()
+    it = decoded(pool, 5)
+    place = it.draw()
+    table = pool.materialize_block_table([it.session])
+    gaps = torch.stack([table.block_table, torch.full_like(table.block_table, 10**6)], -1)[..., 0]
+    for blocks, lens in ((table.block_table.long(), table.context_lens.long()), (gaps, table.context_lens)):
+        given = attrs.evolve(table, block_table=blocks, context_lens=lens)
+        it.expect(pool.decode_attn(1, *it.new, given, *place, SCALE))
 
 
 def test_keys_of_another_shape_are_refused_and_nothing_written() -> None:
