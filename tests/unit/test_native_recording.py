@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from fuel_core import _native
 from fuel_core.contracts import DecodeSession
-from fuel_core.kernels.native import recording
+from fuel_core.kernels.native import Arena, recording, tiled_product
 from fuel_core.layers import Decoder, Step
 from fuel_core.schedule import PagedDecodePlan
 
@@ -244,3 +248,45 @@ def test_threads_that_share_a_model_get_what_each_gets_alone() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_recording_keeps_the_matrices_that_it_reads() -> None:
+    product = tiled_product([torch.eye(16)], [None])
+    x = torch.arange(32.0).view(2, 16)
+    out, made = Arena().record(partial(product, x))
+    assert made is not None
+    expected = out.clone()
+    del product
+    gc.collect()
+    others = [tiled_product([torch.full((16, 16), float(i))], [None]) for i in range(50)]  # in its place
+    x.mul_(2)
+    assert torch.equal(made.run(), 2 * expected)
+    assert len(others) == 50
+
+
+def test_threads_that_the_system_refuses_cost_speed_and_nothing_else() -> None:
+    """The control is the last line: there would be more threads if the system gave them."""
+    code = """
+import resource, torch
+from fuel_core import _native
+from fuel_core.kernels.native import tiled_product
+product, x = tiled_product([torch.eye(512)], [None]), torch.rand(64, 512)
+_native.set_threads(200)
+size = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + (300 << 20), resource.RLIM_INFINITY))
+for count in (200, 2, 200):
+    _native.set_threads(count)
+    assert torch.equal(product(x), x)
+    print(_native.threads())
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+_native.set_threads(200)
+product(x)
+print(_native.threads())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, two, again, free = map(int, done.stdout.split())
+    assert first < 200
+    assert two == 2
+    assert again < 200
+    assert free == 200

@@ -39,6 +39,7 @@ struct Tape {
         std::function<void()> make;
     };
     std::vector<Call> calls;
+    std::vector<nb::object> kept;  // what the calls read, beside tensors
 };
 
 thread_local Tape* recording = nullptr;
@@ -100,7 +101,9 @@ void set_bias(Matrix& matrix, uintptr_t data) {
     matrix.bias.assign(at<const float>(data), at<const float>(data) + matrix.rows);
 }
 
-void linear(const Matrix& w, uintptr_t x, int rows, uintptr_t residual, uintptr_t out) {
+void linear(const nb::object& weight, uintptr_t x, int rows, uintptr_t residual, uintptr_t out) {
+    const Matrix& w = nb::cast<const Matrix&>(weight);
+    if (recording) recording->kept.push_back(weight);
     const auto* kernels = chosen;
     perform("product", [=, &w] { kernels->linear(w, at<const float>(x), rows, at<const float>(residual), at<float>(out)); });
 }

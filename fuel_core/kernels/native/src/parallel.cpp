@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -37,6 +38,11 @@ public:
             return;
         }
         if (int(workers_.size()) != wanted_ - 1) restart();
+        if (workers_.empty()) {
+            busy_.store(false);
+            for (int i = 0; i < count; i++) body(context, i);
+            return;
+        }
         body_ = body, context_ = context, count_ = count;
         next_.store(0, std::memory_order_relaxed);
         open_.store(true);
@@ -59,7 +65,11 @@ private:
     void restart() {
         stop();
         quit_ = false;
-        for (int i = 1; i < wanted_; i++) workers_.emplace_back([this, seen = epoch_.load()] { serve(seen); });
+        try {
+            for (int i = 1; i < wanted_; i++) workers_.emplace_back([this, seen = epoch_.load()] { serve(seen); });
+        } catch (const std::system_error&) {  // the system gives no more: those that there are do the work
+            wanted_ = int(workers_.size()) + 1;
+        }
     }
 
     void stop() {
